@@ -1,0 +1,152 @@
+"""Plain-torch truth of every op: slow, obvious, any device. The other backends answer to these functions.
+
+Shapes: T tokens of a step, B sequences, M table entries a sequence, u = unit_tokens, D = head_dim,
+Hq query heads in groups of g = Hq / Hkv over Hkv KV heads. ``Lt`` and ``Ht`` are 1, or the number of layers and of
+KV heads: a shared table and a per-(layer, head) table differ by broadcasting alone.
+
+    table     int32 [Lt, B, Ht, M]   packed entries (layout.py); entries past the length are never looked at
+    lengths   int32 [Lt, B, Ht]      slots, counted along the table, that may hold tokens; slot s lies in
+                                     entry s // u at offset s % u and holds a token if that offset < the entry's
+                                     valid count
+    unit_pos  int32 [Lt, B, Ht, M]   position in the sequence of each entry's first slot; None: entry j starts at
+                                     j * u (stored order is logical order)
+    q_pos     int32                  position of each query
+
+A query sees a key when ``key_pos <= q_pos`` and, with a window W > 0, ``q_pos - key_pos < W``. ``softcap`` c > 0
+replaces a score s by c * tanh(s / c). ``sinks [Hq]`` are learned logits that join the softmax with no value.
+Scores, softmax and sums are fp32. A row that sees nothing gives 0 and a log-sum-exp of minus infinity.
+"""
+
+import torch
+from torch import Tensor
+
+from octavo.kernels.layout import entry_units, entry_valid
+
+
+def append(k: Tensor, v: Tensor, pool: Tensor, layer: int, slots: Tensor) -> None:
+    """Write K and V of T tokens: ``k, v [T, Hkv, D]`` into ``slots`` int64 [T] (unit * u + offset) of one layer."""
+    unit_tokens = pool.shape[4]
+    unit, offset = slots // unit_tokens, slots % unit_tokens
+    pool[unit, layer, 0, :, offset] = k
+    pool[unit, layer, 1, :, offset] = v
+
+
+def copy_units(pool: Tensor, pairs: Tensor) -> None:
+    """Copy whole units over all layers: ``pairs`` int32 [n, 2] of (source, destination); no destination is a source."""
+    pool[pairs[:, 1].long()] = pool[pairs[:, 0].long()]
+
+
+def decode(
+    q: Tensor,
+    pool: Tensor,
+    layer: int,
+    table: Tensor,
+    lengths: Tensor,
+    q_pos: Tensor,
+    unit_pos: Tensor | None,
+    sinks: Tensor | None,
+    scale: float,
+    window: int,
+    softcap: float,
+    want_mass: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One query a sequence, ``q [B, Hq, D]``, over its table.
+
+    Returns ``out [B, Hq, D]`` in q's dtype, ``lse`` fp32 [B, Hq] (natural log of the softmax denominator, sink
+    included) and, when ``want_mass``, ``mass`` fp32 [B, Hkv, M]: the share of the softmax that fell on each entry,
+    mean over the group's query heads (with no sink, a row sums to 1). Otherwise ``mass`` is empty.
+    """
+    batch, q_heads, _ = q.shape
+    kv_heads, entries = pool.shape[3], table.shape[3]
+    out = torch.zeros_like(q)
+    lse = q.new_full((batch, q_heads), -torch.inf, dtype=torch.float32)
+    mass = q.new_zeros((batch, kv_heads, entries) if want_mass else (0,), dtype=torch.float32)
+    group = q_heads // kv_heads
+    for b in range(batch):
+        for head in range(kv_heads):
+            heads = slice(head * group, (head + 1) * group)
+            keys, values, key_pos, entry = _gather(pool, layer, table, lengths, unit_pos, b, head)
+            visible = _visible(key_pos, q_pos[b : b + 1], window)
+            row_sinks = None if sinks is None else sinks[heads]
+            probs, row_lse = _softmax(_scores(q[b, heads], keys, scale, softcap), visible, row_sinks)
+            out[b, heads] = (probs @ values.float()).to(q.dtype)
+            lse[b, heads] = row_lse
+            if want_mass:
+                mass[b, head].index_add_(0, entry, probs.mean(0))
+    return out, lse, mass
+
+
+def prefill(
+    q: Tensor,
+    pool: Tensor,
+    layer: int,
+    table: Tensor,
+    lengths: Tensor,
+    cu_q: Tensor,
+    q_pos: Tensor,
+    unit_pos: Tensor | None,
+    sinks: Tensor | None,
+    scale: float,
+    window: int,
+    softcap: float,
+    max_q: int,
+) -> tuple[Tensor, Tensor]:
+    """Ragged queries ``q [T, Hq, D]``: sequence b owns rows ``cu_q[b] : cu_q[b + 1]`` (int32 [B + 1]), at most
+    ``max_q`` of them. Their own K and V are already in the pool, and ``lengths`` counts them.
+
+    Returns ``out [T, Hq, D]`` in q's dtype and ``lse`` fp32 [T, Hq].
+    """
+    q_heads, kv_heads = q.shape[1], pool.shape[3]
+    group = q_heads // kv_heads
+    out = torch.zeros_like(q)
+    lse = q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)
+    bounds = cu_q.tolist()
+    for b in range(len(bounds) - 1):
+        rows = slice(bounds[b], bounds[b + 1])
+        for head in range(kv_heads):
+            keys, values, key_pos, _ = _gather(pool, layer, table, lengths, unit_pos, b, head)
+            visible = _visible(key_pos, q_pos[rows], window)
+            for h in range(head * group, (head + 1) * group):
+                row_sinks = None if sinks is None else sinks[h].expand(rows.stop - rows.start)
+                probs, row_lse = _softmax(_scores(q[rows, h], keys, scale, softcap), visible, row_sinks)
+                out[rows, h] = (probs @ values.float()).to(q.dtype)
+                lse[rows, h] = row_lse
+    return out, lse
+
+
+def _gather(
+    pool: Tensor, layer: int, table: Tensor, lengths: Tensor, unit_pos: Tensor | None, b: int, head: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Keys and values [n, D] that one row may see, with their positions and table entries, int64 [n]."""
+    unit_tokens = pool.shape[4]
+
+    def pick(x: Tensor) -> Tensor:
+        return x[min(layer, x.shape[0] - 1), b, min(head, x.shape[2] - 1)]
+
+    slot = torch.arange(int(pick(lengths)), device=pool.device)
+    entry, offset = slot // unit_tokens, slot % unit_tokens
+    filled = offset < entry_valid(pick(table))[entry]
+    entry, offset = entry[filled], offset[filled]
+    unit = entry_units(pick(table))[entry]
+    start = entry * unit_tokens if unit_pos is None else pick(unit_pos)[entry].long()
+    return pool[unit, layer, 0, head, offset], pool[unit, layer, 1, head, offset], start + offset, entry
+
+
+def _scores(q: Tensor, keys: Tensor, scale: float, softcap: float) -> Tensor:
+    scores = (q.float() @ keys.float().mT) * scale
+    return softcap * torch.tanh(scores / softcap) if softcap else scores
+
+
+def _visible(key_pos: Tensor, q_pos: Tensor, window: int) -> Tensor:
+    distance = q_pos.long()[:, None] - key_pos[None, :]
+    return (distance >= 0) & (distance < window) if window else distance >= 0
+
+
+def _softmax(scores: Tensor, visible: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Softmax over the visible keys of each row, and the log of its denominator; rows that see nothing give 0."""
+    scores = scores.masked_fill(~visible, -torch.inf)
+    joined = scores if sinks is None else torch.cat([scores, sinks.float()[:, None]], 1)
+    if joined.shape[1] == 0:
+        return scores, scores.new_full((len(scores),), -torch.inf)
+    lse = joined.logsumexp(1)
+    return torch.exp(scores - torch.where(lse.isinf(), 0.0, lse)[:, None]), lse
