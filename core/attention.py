@@ -1,0 +1,150 @@
+"""The attention function that Hugging Face modules call instead of their own.
+
+It is registered under the name "octavo" with no mask function, so a model hands over no mask and causality, sliding
+windows, soft caps and sinks are its duty. Everything about the step comes in one keyword argument, ``octavo_step``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from octavo.core.interfaces import LayerTraits, SparseMethod
+from octavo.core.page_view import StepPages
+from octavo.kernels import ops
+
+
+class AttentionStep(Protocol):
+    """Serves every attention layer of one forward pass."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, traits: LayerTraits) -> Tensor:
+        """Store ``k, v [T, Hkv, D]`` and give the attention of ``q [T, Hq, D]``."""
+        ...
+
+
+def octavo_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    octavo_step: AttentionStep | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """The attention interface of transformers 5: ``query [1, Hq, T, D]`` after RoPE, ``key, value [1, Hkv, T, D]``,
+    and the result ``[1, T, Hq, D]``."""
+    if octavo_step is None:
+        raise RuntimeError(
+            f"{type(module).__name__} called octavo's attention outside of an engine step, or its model does not pass "
+            "keyword arguments on to attention"
+        )
+    assert attention_mask is None, "octavo's attention makes its own mask"
+    traits = LayerTraits(
+        scale=scaling if scaling is not None else query.shape[-1] ** -0.5,
+        window=sliding_window or 0,
+        softcap=softcap or 0.0,
+        sinks=s_aux,
+    )
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    return octavo_step.attend(module.layer_idx, q, k, v, traits)[None], None  # type: ignore[arg-type]
+
+
+@dataclass
+class DecodeGroup:
+    """Rows ``start`` to ``stop`` of the step: one query each, of sequences that share a method (None: dense).
+
+    ``table`` int32 [1, b, 1, M], ``slots`` int32 [1, b, 1], ``q_pos`` int32 [b]. What was read is
+    counted as it happens: ``units_chosen`` int64 [b] where a method chose, and how many layers read the whole table,
+    by their window.
+    """
+
+    start: int
+    stop: int
+    table: Tensor
+    slots: Tensor
+    q_pos: Tensor
+    method: SparseMethod | None = None
+    pages: StepPages | None = None
+    units_chosen: Tensor | None = None
+    dense_windows: Counter[int] = field(default_factory=Counter)
+
+    def units_read(self, kv: Tensor) -> Tensor:
+        """Table entries that the kernels were given, over all layers and KV heads so far, int64 [b]."""
+        units = torch.zeros_like(self.q_pos, dtype=torch.int64) if self.units_chosen is None else self.units_chosen
+        for window, layers in self.dense_windows.items():
+            units = units + layers * _units(self.slots, self.q_pos, window, kv)
+        return units
+
+
+@dataclass
+class PrefillGroup:
+    """Rows ``start`` onwards: chunks of several queries. ``cu_q`` int32 [b + 1] counts from ``start``."""
+
+    start: int
+    table: Tensor
+    slots: Tensor
+    cu_q: Tensor
+    q_pos: Tensor
+    max_q: int
+
+
+@dataclass
+class PagedStep:
+    """One engine step over the paged pool. ``slots`` int64 [T] is where each token's K and V go."""
+
+    kv: Tensor
+    backend: str
+    slots: Tensor
+    decodes: list[DecodeGroup] = field(default_factory=list)
+    prefill: PrefillGroup | None = None
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, traits: LayerTraits) -> Tensor:
+        ops.append(k, v, self.kv, layer, self.slots, self.backend)
+        outputs = [self._decode(group, layer, q[group.start : group.stop], traits) for group in self.decodes]
+        if self.prefill is not None:
+            outputs.append(self._prefill(self.prefill, layer, q[self.prefill.start :], traits))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _decode(self, group: DecodeGroup, layer: int, q: Tensor, traits: LayerTraits) -> Tensor:
+        table, slots = group.table, group.slots
+        selection = None
+        if group.method is not None and group.pages is not None and not traits.window:
+            group.pages.layer, group.pages.traits = layer, traits
+            selection = group.method.select(q, group.pages)
+        if selection is None or group.pages is None:
+            group.dense_windows[traits.window] += 1
+        else:
+            table, slots = group.pages.gather(selection)
+            chosen = _units(slots, group.q_pos, 0, self.kv)
+            group.units_chosen = chosen if group.units_chosen is None else group.units_chosen + chosen
+        out, _, _ = ops.decode(
+            q, self.kv, layer, table, slots, group.q_pos, None, traits.sinks,
+            traits.scale, traits.window, traits.softcap, False, self.backend,
+        )  # fmt: skip
+        return out  # type: ignore[no-any-return]
+
+    def _prefill(self, group: PrefillGroup, layer: int, q: Tensor, traits: LayerTraits) -> Tensor:
+        out, _ = ops.prefill(
+            q, self.kv, layer, group.table, group.slots, group.cu_q, group.q_pos, None, traits.sinks,
+            traits.scale, traits.window, traits.softcap, group.max_q, self.backend,
+        )  # fmt: skip
+        return out  # type: ignore[no-any-return]
+
+
+def _units(slots: Tensor, q_pos: Tensor, window: int, kv: Tensor) -> Tensor:
+    """Table entries a row's kernel call looks at, summed over KV heads: int64 [b]. Entries behind a window are
+    skipped."""
+    heads, unit_tokens = kv.shape[3], kv.shape[4]
+    units = (slots[0].long() + unit_tokens - 1) // unit_tokens  # [b, H]
+    if window:
+        units = units - ((q_pos[:, None] - window + 1).clamp(min=0) // unit_tokens)
+    return units.sum(1) * (heads // units.shape[1])

@@ -1,0 +1,213 @@
+"""From a step plan to tensors, one forward pass, and what it read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import groupby
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from octavo.core.attention import DecodeGroup, PagedStep, PrefillGroup
+from octavo.core.config import EngineConfig
+from octavo.core.device_tables import DeviceTables
+from octavo.core.digests import DigestStore
+from octavo.core.hf_model import HFModel
+from octavo.core.interfaces import SparseMethod
+from octavo.core.page_pool import PagePool
+from octavo.core.page_view import StepPages
+from octavo.core.scheduler import Chunk, Scheduler, StepPlan
+from octavo.kernels import ops
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of logits: of which chunk, and at which position of its sequence."""
+
+    chunk: Chunk
+    position: int
+
+
+class StepRunner:
+    """Runs planned steps on the device. Owns the pool's memory, the device tables and the digests.
+
+    Packing of a step's T tokens in one row::
+
+        [ d d d d | s s | s | p p p p p p p p | p p p ]
+          dense     one     chunks of several tokens
+          decodes   group   (prefill kernel)
+                    a method
+
+    A chunk of one token is a decode whatever it is for: the kernels do not know prompts from outputs.
+    """
+
+    def __init__(
+        self, model: HFModel, config: EngineConfig, kv: Tensor, backend: str, pool: PagePool, max_tokens: int
+    ) -> None:
+        self.kv = kv
+        self.backend = backend
+        self._model = model
+        self._pool = pool
+        self._page_tokens = config.text_page_tokens
+        self._tables = DeviceTables(config.max_seqs, max_tokens, self._page_tokens, config.unit_tokens, kv.device)
+        self._digests: dict[str, DigestStore] = {}
+        self._pending_copies: list[tuple[int, int]] = []
+        self.copies = 0
+
+    def run(self, plan: StepPlan, scheduler: Scheduler) -> tuple[Tensor, list[Row]]:
+        """Copy what is to be written, make missing digests, compute the plan's tokens.
+
+        Gives fp32 logits of the rows that somebody wants, in the order of the list.
+        """
+        self._pending_copies += plan.copies
+        self._tables.sync(scheduler.running)
+        self._copy_pages()
+        chunks = sorted(plan.chunks, key=_packing)
+        step, rows = self._build(chunks)
+        ids = np.concatenate([np.asarray(c.sequence.tokens[c.start : c.end], np.int64) for c in chunks])
+        positions = np.concatenate([np.arange(c.start, c.end) for c in chunks])
+        first = dict(zip(map(id, chunks), np.cumsum([0, *(c.count for c in chunks)]).tolist(), strict=False))
+        wanted = np.array([first[id(r.chunk)] + r.position - r.chunk.start for r in rows], np.int64)
+        logits = self._model.forward(
+            self._to_device(ids), self._to_device(positions), self._to_device(wanted), step
+        )
+        self._account(step, chunks)
+        return logits, rows
+
+    @property
+    def digest_bytes(self) -> int:
+        return sum(store.nbytes for store in self._digests.values())
+
+    def _build(self, chunks: list[Chunk]) -> tuple[PagedStep, list[Row]]:
+        page_units = self._page_tokens // self.kv.shape[4]
+        slots, rows = [], []
+        for chunk in chunks:
+            first_page = chunk.start // self._page_tokens
+            pages = chunk.sequence.table.pages(first_page, -(-chunk.end // self._page_tokens)).astype(np.int64)
+            position = np.arange(chunk.start, chunk.end)
+            slots.append(
+                pages[position // self._page_tokens - first_page] * self.kv.shape[4] + position % self._page_tokens
+            )
+            rows += [Row(chunk, p) for p in chunk.sequence.known_rows(chunk.start, chunk.end)]
+            if chunk.end == len(chunk.sequence.tokens) and not chunk.sequence.forced:
+                rows.append(Row(chunk, chunk.end - 1))
+        step = PagedStep(self.kv, self.backend, self._to_device(np.concatenate(slots)))
+        singles = [chunk for chunk in chunks if chunk.count == 1]
+        start = 0
+        for _, grouped in groupby(singles, key=_packing):
+            group = list(grouped)
+            step.decodes.append(self._decode_group(group, start, page_units))
+            start += len(group)
+        several = chunks[len(singles) :]
+        if several:
+            table, slot_counts = self._table_of(several, page_units)
+            counts = [chunk.count for chunk in several]
+            step.prefill = PrefillGroup(
+                start=start,
+                table=table,
+                slots=slot_counts,
+                cu_q=self._to_device(np.cumsum([0, *counts], dtype=np.int32)),
+                q_pos=self._to_device(np.concatenate([np.arange(c.start, c.end, dtype=np.int32) for c in several])),
+                max_q=max(counts),
+            )
+        return step, rows
+
+    def _decode_group(self, chunks: list[Chunk], start: int, page_units: int) -> DecodeGroup:
+        table, slots = self._table_of(chunks, page_units)
+        q_pos = self._to_device(np.array([chunk.start for chunk in chunks], np.int32))
+        method = _method(chunks[0])
+        group = DecodeGroup(start, start + len(chunks), table, slots, q_pos, method)
+        if method is not None:
+            n_pages = np.array([-(-chunk.end // self._page_tokens) for chunk in chunks], np.int32)
+            sealed = [chunk.sequence.table.pages(0, chunk.start // self._page_tokens) for chunk in chunks]
+            first_units = np.zeros((len(chunks), n_pages.max()), np.int64)
+            for row, pages in enumerate(sealed):
+                first_units[row, : len(pages)] = pages
+            parts = {}
+            if method.digest is not None:
+                store = self._digest_store(method)
+                store.make(sealed)
+                parts = store.parts
+            group.pages = StepPages(
+                kv=self.kv,
+                backend=self.backend,
+                page_tokens=self._page_tokens,
+                table=table,
+                slots=slots,
+                q_pos=q_pos,
+                n_pages=self._to_device(n_pages),
+                max_pages=int(n_pages.max()),
+                seeds=self._to_device(np.array([c.sequence.seed & (2**63 - 1) for c in chunks], np.int64)),
+                first_units=self._to_device(first_units),
+                parts=parts,
+            )
+        return group
+
+    def _table_of(self, chunks: list[Chunk], page_units: int) -> tuple[Tensor, Tensor]:
+        """Table int32 [1, b, 1, M] and slot counts int32 [1, b, 1] of the sequences of some chunks."""
+        width = max(-(-chunk.end // self._page_tokens) for chunk in chunks) * page_units
+        rows = self._tables.rows(chunk.sequence for chunk in chunks)
+        table = self._tables.entries[rows, :width]
+        slots = self._to_device(np.array([chunk.end for chunk in chunks], np.int32))
+        return table[None, :, None], slots[None, :, None]
+
+    def _digest_store(self, method: SparseMethod) -> DigestStore:
+        assert method.digest is not None
+        key = method.digest.provenance
+        if key not in self._digests:
+            self._digests[key] = DigestStore(method.digest, self._model.spec, self.kv, self._pool, self._page_tokens)
+        return self._digests[key]
+
+    def _copy_pages(self) -> None:
+        """Carry out queued copies in order; those that do not depend on one another go in one launch."""
+        while self._pending_copies:
+            written: set[int] = set()
+            read: set[int] = set()
+            batch = []
+            for source, target in self._pending_copies:
+                if source in written or target in written or target in read:
+                    break
+                batch.append((source, target))
+                read.add(source)
+                written.add(target)
+            first = np.array(batch, np.int32)  # [n, 2]
+            units = first[:, None, :] + np.arange(self._page_tokens // self.kv.shape[4], dtype=np.int32)[:, None]
+            ops.copy_units(self.kv, self._to_device(units.reshape(-1, 2)), self.backend)
+            self.copies += len(batch)
+            del self._pending_copies[: len(batch)]
+
+    def _account(self, step: PagedStep, chunks: list[Chunk]) -> None:
+        """Add what each decoded token read to its sequence."""
+        unit_bytes = 2 * self.kv.shape[4] * self.kv.shape[5] * self.kv.element_size()
+        for group in step.decodes:
+            read = group.units_read(self.kv).tolist()
+            for chunk, units in zip(chunks[group.start : group.stop], read, strict=True):
+                sequence = chunk.sequence
+                if chunk.start < len(sequence.request.prompt):
+                    continue
+                sequence.decode_steps += 1
+                sequence.kv_bytes_read += units * unit_bytes
+                if group.method is not None:
+                    elements = sum(
+                        group.method.predict(chunk.end, layer).digest_elements
+                        for layer, window in enumerate(self._model.spec.windows)
+                        if not window
+                    )
+                    sequence.digest_bytes_read += elements * self.kv.shape[3] * self.kv.element_size()
+
+    def _to_device(self, array: NDArray[np.integer]) -> Tensor:
+        return torch.from_numpy(array).to(self.kv.device)
+
+
+def _method(chunk: Chunk) -> SparseMethod | None:
+    return chunk.sequence.request.method if chunk.sequence.is_sparse(chunk.start) else None
+
+
+def _packing(chunk: Chunk) -> tuple[int, int]:
+    """Dense decodes, then one group a method, then longer chunks; the order within a group is kept."""
+    if chunk.count > 1:
+        return 2, 0
+    method = _method(chunk)
+    return (0, 0) if method is None else (1, id(method))

@@ -1,0 +1,86 @@
+"""Text as it becomes certain: a stream that never takes a character back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+WINDOW = 8
+
+
+class Detokenizer:
+    """Turns the tokens of one sample into text, holding back what a later token could still change.
+
+    ::
+
+        decoded  [ given out ........ | held back ]
+                   never taken back     an unfinished character, or the beginning of a stop string
+
+    Decoding starts from a token a few places back, since a tokenizer's pieces depend on their neighbours (a leading
+    space, bytes of one character); the text of that window is subtracted.
+    """
+
+    def __init__(self, tokenizer: Any, stop: tuple[str, ...], include_stop: bool) -> None:
+        self._tokenizer = tokenizer
+        self._stop = stop
+        self._include_stop = include_stop
+        self._tokens: list[int] = []
+        self._prefix = 0
+        self._read = 0
+        self.text = ""
+        self._given = 0
+        self.stopped = False
+
+    def add(self, token: int, *, search: bool) -> str:
+        """Take a token, and give the text that is certain now. ``search`` looks for stop strings, and sets
+        ``stopped`` when one is complete; the text then ends in front of it, or with it."""
+        self._tokens.append(token)
+        before = len(self.text)
+        window = self._decode(self._prefix, self._read)
+        full = self._decode(self._prefix, len(self._tokens))
+        if len(full) > len(window) and not full.endswith("\ufffd"):
+            self._advance(full[len(window) :])
+        if search and self._stop:
+            self._find_stop(before)
+        return self._give(len(self.text) if self.stopped else self._certain())
+
+    def finish(self) -> str:
+        """No token will follow: give out what was held back."""
+        if not self.stopped:
+            window = self._decode(self._prefix, self._read)
+            self._advance(self._decode(self._prefix, len(self._tokens))[len(window) :])
+        return self._give(len(self.text))
+
+    def _advance(self, text: str) -> None:
+        self.text += text
+        self._prefix = max(self._prefix, self._read - WINDOW)
+        self._read = len(self._tokens)
+
+    def _decode(self, start: int, stop: int) -> str:
+        text: str = self._tokenizer.decode(
+            self._tokens[start:stop], skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return text
+
+    def _find_stop(self, before: int) -> None:
+        found = []
+        for stop in self._stop:
+            at = self.text.find(stop, max(0, before - len(stop) + 1))
+            if at >= 0:
+                found.append((at, at + len(stop)))
+        if found:
+            start, end = min(found)
+            self.text = self.text[: end if self._include_stop else start]
+            self.stopped = True
+
+    def _certain(self) -> int:
+        """Characters that no stop string can claim any more: all but the longest tail that begins one."""
+        for held in range(min(max(map(len, self._stop), default=1) - 1, len(self.text)), 0, -1):
+            tail = self.text[-held:]
+            if any(stop.startswith(tail) for stop in self._stop):
+                return len(self.text) - held
+        return len(self.text)
+
+    def _give(self, upto: int) -> str:
+        news = self.text[self._given : upto]
+        self._given = max(self._given, upto)
+        return news

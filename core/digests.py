@@ -1,0 +1,53 @@
+"""Where page digests live: beside the pool, one row a page, made once and shared with the page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from octavo.core.interfaces import Digest, ModelSpec
+from octavo.core.page_pool import PagePool, Pages
+
+PAGES_AT_ONCE = 64
+
+
+class DigestStore:
+    """Digests of one kind: each part is ``[units + 1, layers, Hkv, ...]`` in the pool's dtype, a row a first unit.
+
+    A row is valid while ``generation`` says that the page has not been given to somebody else since it was made.
+    """
+
+    def __init__(self, digest: Digest, spec: ModelSpec, kv: Tensor, pool: PagePool, page_tokens: int) -> None:
+        self._digest = digest
+        self._kv = kv
+        self._pool = pool
+        self._made = np.full(kv.shape[0], -1, np.int64)
+        shapes = digest.spec(page_tokens, spec.kv_heads, spec.head_dim)
+        self.parts = {
+            name: torch.empty((kv.shape[0], spec.layers, *shape), dtype=kv.dtype, device=kv.device)
+            for name, shape in shapes.items()
+        }
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts.values())
+
+    def make(self, pages: Iterable[Pages]) -> None:
+        """Digest the full pages that have none yet, all layers at once."""
+        wanted = np.unique(np.concatenate([np.empty(0, np.int32), *pages]))
+        missing = wanted[self._made[wanted] != self._pool.generation[wanted]]
+        for start in range(0, len(missing), PAGES_AT_ONCE):
+            self._make(missing[start : start + PAGES_AT_ONCE])
+        self._made[missing] = self._pool.generation[missing]
+
+    def _make(self, pages: Pages) -> None:
+        _, layers, _, heads, unit_tokens, dim = self._kv.shape
+        first = torch.from_numpy(pages.astype(np.int64)).to(self._kv.device)
+        units = first[:, None] + torch.arange(self._pool.page_units, device=first.device)  # [n, page_units]
+        kv = self._kv[units].permute(0, 2, 3, 4, 1, 5, 6)  # [n, layers, 2, Hkv, page_units, unit_tokens, D]
+        kv = kv.reshape(len(pages) * layers, 2, heads, self._pool.page_units * unit_tokens, dim)
+        for name, part in self._digest.compute(kv[:, 0], kv[:, 1]).items():
+            self.parts[name][first] = part.reshape(len(pages), layers, *part.shape[1:])

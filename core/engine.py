@@ -1,0 +1,502 @@
+"""The engine: requests in, tokens out, on pages that are really paged."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from octavo.core import sizing
+from octavo.core.batch import Row, StepRunner
+from octavo.core.block_table import check_tables
+from octavo.core.config import EngineConfig, SamplingParams
+from octavo.core.detokenizer import Detokenizer
+from octavo.core.errors import BatchError, CapacityError
+from octavo.core.hf_model import HFModel, load
+from octavo.core.interfaces import ModelSpec, SegmentEncoder, SparseMethod
+from octavo.core.outputs import Completion, EngineStats, Sample, StepOutput
+from octavo.core.page_pool import PagePool
+from octavo.core.policies import ALLOCATORS, EVICTIONS
+from octavo.core.prefix_cache import PrefixCache, root_key
+from octavo.core.prompts import Prompt, PromptReader
+from octavo.core.sampler import sample, token_logprobs
+from octavo.core.scheduler import Scheduler
+from octavo.core.sequence import Request
+from octavo.core.sequence import Sequence as TokenSequence
+from octavo.core.session import Session
+
+
+class Engine:
+    """Serves one model on one device with continuous batching.
+
+    ::
+
+        submit -> Scheduler -> StepRunner -> model -> attention over pages -> sample -> StepOutput
+                    PagePool, block tables, prefix cache
+
+    Args:
+        model: a transformers causal language model, in memory, in eval mode. It is used as it is and left as it was.
+        tokenizer: its tokenizer; None serves token ids only.
+        config: see ``EngineConfig``.
+        method: the sparse method of every request that names none; None is dense.
+        encoders: not built yet; images in prompts are refused.
+
+    Raises:
+        UnsupportedModelError: attention that cannot be paged.
+        ValueError: a configuration that this model or machine cannot have.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any = None,
+        config: EngineConfig | None = None,
+        *,
+        method: SparseMethod | None = None,
+        encoders: Mapping[str, SegmentEncoder] | None = None,
+    ) -> None:
+        if encoders:
+            raise ValueError(f"encoders for {sorted(encoders)} were given, but segments other than text are not built yet")
+        self.config = config or EngineConfig()
+        self.tokenizer = tokenizer
+        self._model = HFModel(model)
+        self._method = method
+        self._bound: set[int] = set()
+        self._max_tokens = sizing.max_tokens(self.config, self.spec)
+        backend = sizing.backend(self.config, self._model.device)
+        dtype = sizing.kv_dtype(self.config, self.spec)
+        page_tokens = self.config.text_page_tokens
+        page_units = page_tokens // self.config.unit_tokens
+        pages = sizing.pool_pages(self.config, self.spec, dtype, self._max_tokens, self._model.device)
+        kv = sizing.allocate_pool(self.config, self.spec, pages * page_units, dtype, self._model.device)
+        index = PrefixCache(pages * page_units, page_tokens)
+        allocator = ALLOCATORS[self.config.allocator](pages * page_units, page_units)
+        self._pool = PagePool(pages, page_units, allocator, EVICTIONS[self.config.eviction](), index)
+        self._scheduler = Scheduler(self.config, self._pool)
+        self._runner = StepRunner(self._model, self.config, kv, backend, self._pool, self._max_tokens)
+        self._prompts = PromptReader(tokenizer, self.spec.vocab_size)
+        self._eos = self._model.eos_token_ids | {
+            token for token in [getattr(tokenizer, "eos_token_id", None)] if token is not None
+        }
+        self._requests: dict[str, Request] = {}
+        self._arrivals = 0
+        self._steps = 0
+        self._undelivered: list[StepOutput] = []
+        if method is not None:
+            self._bind(method)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str | Path,
+        config: EngineConfig | None = None,
+        *,
+        dtype: str | torch.dtype = "auto",
+        device: str = "auto",
+        **kwargs: Any,
+    ) -> Engine:
+        """An engine on a checkpoint: a local folder or a hub id. Keyword arguments go to ``Engine``.
+
+        Raises:
+            ValueError: nothing can be loaded from ``path``.
+        """
+        model, tokenizer = load(str(path), dtype, device)
+        return cls(model, tokenizer, config, **kwargs)
+
+    @property
+    def spec(self) -> ModelSpec:
+        """What the engine found out about the model."""
+        return self._model.spec
+
+    @property
+    def max_model_tokens(self) -> int:
+        """Longest sequence, prompt and output together."""
+        return self._max_tokens
+
+    def generate(
+        self, prompts: Sequence[Prompt] | str, params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[Completion]:
+        """Complete a batch of prompts, each a string or a list of token ids, in the order given.
+
+        Raises:
+            BatchError: some prompts were refused. The others are finished first and are in ``.completions``.
+        """
+        prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+        each = [params or SamplingParams()] * len(prompts) if not isinstance(params, Sequence) else list(params)
+        if len(each) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts came with {len(each)} sampling parameters; give one, or one a prompt")
+        errors: dict[int, Exception] = {}
+        ids: dict[str, int] = {}
+        for index, (prompt, one) in enumerate(zip(prompts, each, strict=True)):
+            try:
+                ids[self.submit(prompt, one)] = index
+            except ValueError as error:
+                errors[index] = error
+        completions = self.finish(list(ids))
+        ordered: list[Completion | None] = [None] * len(prompts)
+        for request_id, completion in completions.items():
+            ordered[ids[request_id]] = completion
+        if errors:
+            raise BatchError(ordered, errors)
+        return [completion for completion in ordered if completion is not None]
+
+    def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        method: SparseMethod | None = None,
+        priority: int = 0,
+        salt: str | None = None,
+    ) -> str:
+        """Queue a request and give its id. Nothing is held before the scheduler admits it.
+
+        Args:
+            method: a sparse method for this request, instead of the engine's.
+            priority: a higher one is served first and may preempt a lower one.
+            salt: only requests with the same salt share cached pages.
+
+        Raises:
+            CapacityError: the prompt and what must follow it can never fit.
+            ValueError: an unusable prompt, or an id that is in use.
+        """
+        request = self._new_request(self._prompts.read(prompt), params, request_id, method, priority, salt)
+        sequence = TokenSequence(request, 0, request.prompt.copy(), self._pool)
+        self._enter(request, sequence)
+        self._scheduler.add(sequence)
+        return request.request_id
+
+    def step(self) -> list[StepOutput]:
+        """One forward pass for whoever is next, and the news it brings."""
+        news, self._undelivered = self._undelivered, []
+        plan = self._scheduler.schedule()
+        for sequence in plan.stranded:
+            news.append(self._finish(sequence, "capacity"))
+        if plan.chunks:
+            logits, rows = self._runner.run(plan, self._scheduler)
+            self._steps += 1
+            for chunk in plan.chunks:
+                chunk.sequence.computed = chunk.end
+                self._publish(chunk.sequence)
+            news += self._read_logits(logits, rows)
+        elif self._requests and not plan.stranded and not news:
+            raise RuntimeError(f"no progress is possible: {self._describe_queues()}")
+        return news
+
+    def finish(self, request_ids: list[str]) -> dict[str, Completion]:
+        """Step until these requests have ended; news of others is kept for later calls of ``step``.
+
+        If a step fails, or the caller is interrupted, the requests are aborted.
+        """
+        waiting = set(request_ids)
+        completions: dict[str, Completion] = {}
+        others: list[StepOutput] = []
+        try:
+            while waiting:
+                for output in self.step():
+                    if output.request_id not in waiting:
+                        others.append(output)
+                    elif output.completion is not None:
+                        completions[output.request_id] = output.completion
+                        waiting.remove(output.request_id)
+        finally:
+            for request_id in waiting:
+                self.abort(request_id)
+            others += [output for output in self._undelivered if output.request_id not in waiting]
+            self._undelivered = others
+        return completions
+
+    def abort(self, request_id: str) -> None:
+        """End a request now and give its pages back; its completion, with what it has, comes with the next step.
+
+        Unknown and finished ids are ignored.
+        """
+        request = self._requests.get(request_id)
+        if request is None:
+            return
+        request.unforked = 0
+        for sequence in request.sequences:
+            if sequence.finish_reason is None:
+                self._undelivered.append(self._finish(sequence, "abort"))
+
+    def has_work(self) -> bool:
+        """Whether ``step`` has something to do or to deliver."""
+        return bool(self._requests or self._undelivered)
+
+    def score(self, prompt: Prompt, target: str | list[int], *, method: SparseMethod | None = None) -> list[float]:
+        """Log-likelihood of each target token after the prompt, each computed as it would be when decoding.
+
+        Under a sparse method the target's tokens are fed one at a time, each with its own selection.
+        """
+        return self.score_many([(prompt, target, method)])[0]
+
+    def score_many(
+        self, items: Sequence[tuple[Prompt, str | list[int], SparseMethod | None]]
+    ) -> list[list[float]]:
+        """``score`` for several (prompt, target, method) at once, batched."""
+        requests = []
+        for prompt, target, method in items:
+            prefix = self._prompts.read(prompt)
+            forced = self._prompts.read(target, continues=True)
+            request = self._new_request(prefix, SamplingParams(max_tokens=1), None, method, 0, None, len(forced))
+            requests.append((request, forced))
+        for request, forced in requests:
+            sequence = TokenSequence(request, 0, request.prompt + forced, self._pool)
+            sequence.forced = True
+            sequence.logprobs_from = len(request.prompt)
+            self._enter(request, sequence)
+            self._scheduler.add(sequence)
+        self.finish([request.request_id for request, _ in requests])
+        scores = []
+        for request, forced in requests:
+            known = request.sequences[0].known_logprobs
+            positions = range(len(request.prompt), len(request.prompt) + len(forced))
+            scores.append([known[at][token] for at, token in zip(positions, forced, strict=True)])
+        return scores
+
+    def session(self, prompt: Prompt = "", *, method: SparseMethod | None = None, salt: str | None = None) -> Session:
+        """A growing conversation whose pages stay between turns; see ``Session``."""
+        return Session(self, prompt, method or self._method, salt)
+
+    def stats(self) -> EngineStats:
+        """Counters and the state of the pool now."""
+        pool, scheduler = self._pool, self._scheduler
+        units = pool.page_units
+        cuda = self._model.device.type == "cuda"
+        return EngineStats(
+            units_total=pool.total_pages * units,
+            units_free=pool.free_pages * units,
+            units_cached=pool.cached_pages * units,
+            units_held=pool.held_pages * units,
+            units_held_peak=pool.held_peak * units,
+            pages_total=pool.total_pages,
+            pages_free=pool.free_pages,
+            pages_cached=pool.cached_pages,
+            pages_held=pool.held_pages,
+            hit_tokens=scheduler.hit_tokens,
+            query_tokens=scheduler.query_tokens,
+            evictions=pool.evictions,
+            preemptions=scheduler.preemptions,
+            copies=self._runner.copies,
+            steps=self._steps,
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            running_peak=scheduler.running_peak,
+            device_bytes_peak=torch.cuda.max_memory_allocated(self._model.device)
+            if cuda
+            else pool.held_peak * units * self._runner.kv[0].nbytes + self._runner.digest_bytes,
+        )
+
+    def check(self) -> None:
+        """Walk pool, tables, index and queues.
+
+        Raises:
+            AssertionError: naming the first invariant that is broken.
+        """
+        self._pool.check()
+        self._scheduler.check()
+        holders = [*self._scheduler.running, *self._scheduler.parked]
+        check_tables((sequence.table for sequence in holders), self._pool)
+        live = {s for request in self._requests.values() for s in request.sequences if s.finish_reason is None}
+        queued = {*self._scheduler.waiting, *self._scheduler.running}
+        if live != queued:
+            raise AssertionError(f"{len(live)} sequences are live, {len(queued)} are queued")
+        for sequence in holders:
+            for page, node in zip(sequence.table.pages(0, len(sequence.nodes)).tolist(), sequence.nodes, strict=True):
+                if page in self._pool.index and self._pool.index.node(page) != node:
+                    raise AssertionError(f"page {page} of {sequence.request.request_id!r} is indexed for another prefix")
+
+    def _bind(self, method: SparseMethod) -> None:
+        if id(method) not in self._bound:
+            method.bind(self.spec, self.config.text_page_tokens)
+            self._bound.add(id(method))
+
+    def _new_request(
+        self,
+        prompt: list[int],
+        params: SamplingParams | None,
+        request_id: str | None,
+        method: SparseMethod | None,
+        priority: int,
+        salt: str | None,
+        required_tokens: int | None = None,
+    ) -> Request:
+        """Check everything that can be wrong with a request; changes nothing but the count of arrivals."""
+        params = params or SamplingParams()
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"params must be SamplingParams, got {type(params).__name__}")
+        if params.stop and self.tokenizer is None:
+            raise ValueError(f"stop strings {params.stop!r} need a tokenizer, and the engine has none")
+        if bad := [token for token in params.stop_token_ids if token >= self.spec.vocab_size]:
+            raise ValueError(f"stop_token_ids {bad} are outside the vocabulary of {self.spec.vocab_size} tokens")
+        if request_id is not None and request_id in self._requests:
+            raise ValueError(f"request id {request_id!r} is in use; wait for it to end, abort it, or choose another")
+        if params.n > self.config.max_seqs:
+            raise ValueError(f"n={params.n} samples are more than max_seqs={self.config.max_seqs} sequences at once")
+        must = params.max_tokens if params.ignore_eos else max(1, params.min_tokens)
+        sizing.check_fits(
+            self.config, len(prompt), must if required_tokens is None else required_tokens, self._max_tokens, self._pool
+        )
+        method = method or self._method
+        if method is not None:
+            self._bind(method)
+        arrival = self._arrivals
+        self._arrivals += 1
+        return Request(
+            request_id=f"request-{arrival}" if request_id is None else request_id,
+            prompt=prompt,
+            params=params,
+            method=method,
+            priority=priority,
+            arrival=arrival,
+            seed=(self.config.seed * 1_000_003 + arrival) * 1_000_003 if params.seed is None else params.seed,
+            root=root_key([] if salt is None else [("salt", salt)]),
+            unforked=params.n - 1,
+        )
+
+    def _enter(self, request: Request, sequence: TokenSequence) -> None:
+        request.sequences.append(sequence)
+        self._requests[request.request_id] = request
+        if self.tokenizer is not None and not sequence.forced:
+            sequence.detokenizer = Detokenizer(
+                self.tokenizer, tuple(request.params.stop), request.params.include_stop
+            )
+
+    def _publish(self, sequence: TokenSequence) -> None:
+        """Make the pages that a step has filled findable."""
+        if not self.config.prefix_cache:
+            return
+        page_tokens, index = self.config.text_page_tokens, self._pool.index
+        done, full = len(sequence.nodes), sequence.computed // page_tokens
+        if full == done:
+            return
+        keys = sequence.keys(full, page_tokens)
+        for number, page in enumerate(sequence.table.pages(done, full).tolist(), done):
+            parent = sequence.nodes[-1] if sequence.nodes else index.root(sequence.request.root)
+            if page in index:
+                node = index.node(page)
+            else:
+                tokens = sequence.page_tokens_array(number, page_tokens)
+                node = index.publish(page, keys[number], parent, tokens, sequence.provenance(number, page_tokens))
+            sequence.nodes.append(node)
+            self._scheduler.published(keys[number], sequence)
+
+    def _read_logits(self, logits: torch.Tensor, rows: list[Row]) -> list[StepOutput]:
+        """Record known tokens' log-probabilities, fork the samples of finished prompts, draw, and see who is done."""
+        known = [i for i, row in enumerate(rows) if row.position + 1 < len(row.chunk.sequence.tokens)]
+        if known:
+            self._record_known(logits[known], [rows[i] for i in known])
+        drawing: list[tuple[int, TokenSequence]] = []
+        for i, row in enumerate(rows):
+            if row.position + 1 == len(row.chunk.sequence.tokens):
+                sequence = row.chunk.sequence
+                drawing += [(i, sequence), *((i, child) for child in self._fork_samples(sequence))]
+        news = [self._finish(s, "stop") for s in self._scored({row.chunk.sequence: None for row in rows})]
+        if drawing:
+            sequences = [sequence for _, sequence in drawing]
+            drawn = sample(logits[[i for i, _ in drawing]], sequences, self._eos)
+            for sequence, token, logprobs in zip(sequences, drawn.tokens, drawn.logprobs, strict=True):
+                if logprobs is not None:
+                    sequence.sample_logprobs.append(logprobs)
+                news.append(self._take(sequence, token))
+        return news
+
+    def _record_known(self, logits: torch.Tensor, rows: list[Row]) -> None:
+        sequences = [row.chunk.sequence for row in rows]
+        tokens = [s.tokens[row.position + 1] for s, row in zip(sequences, rows, strict=True)]
+        counts = [s.request.params.prompt_logprobs or 0 for s in sequences]
+        for sequence, row, entry in zip(sequences, rows, token_logprobs(logits, tokens, counts), strict=True):
+            sequence.known_logprobs[row.position + 1] = entry
+
+    def _scored(self, sequences: Mapping[TokenSequence, None]) -> list[TokenSequence]:
+        return [sequence for sequence in sequences if sequence.forced and sequence.computed == sequence.goal]
+
+    def _fork_samples(self, first: TokenSequence) -> list[TokenSequence]:
+        """The other samples of a request, sharing every page of the first; without a free place they wait."""
+        request = first.request
+        children = []
+        while request.unforked:
+            request.unforked -= 1
+            child = TokenSequence(request, len(request.sequences), request.prompt.copy(), self._pool)
+            child.adopt_prefix(first)
+            self._enter(request, child)
+            if not self._scheduler.run(child):
+                child.rewind()
+                self._scheduler.add(child)
+            children.append(child)
+        return children
+
+    def _take(self, sequence: TokenSequence, token: int) -> StepOutput:
+        """Append a drawn token, and end the sample if it is the last."""
+        params = sequence.request.params
+        sequence.tokens.append(token)
+        enough = sequence.generated >= params.min_tokens
+        ends = enough and (token in params.stop_token_ids or (token in self._eos and not params.ignore_eos))
+        text = ""
+        if sequence.detokenizer is not None and (not ends or params.include_stop):
+            text = sequence.detokenizer.add(token, search=enough)
+        reason = None
+        if ends or (sequence.detokenizer is not None and sequence.detokenizer.stopped):
+            reason = "stop"
+        elif sequence.generated == params.max_tokens or len(sequence.tokens) == self._max_tokens:
+            reason = "length"
+        if reason is None:
+            return StepOutput(sequence.request.request_id, sequence.sample, [token], text)
+        output = self._finish(sequence, reason)
+        output.new_token_ids.insert(0, token)
+        output.new_text = text + output.new_text
+        return output
+
+    def _finish(self, sequence: TokenSequence, reason: str) -> StepOutput:
+        """End a sample; with the last one the request ends and its completion is made."""
+        request = sequence.request
+        sequence.finish_reason = reason
+        text = sequence.detokenizer.finish() if sequence.detokenizer is not None else ""
+        if request.keep is not None and sequence in self._scheduler.running:
+            self._scheduler.park(sequence)
+        else:
+            self._scheduler.remove(sequence)
+        output = StepOutput(request.request_id, sequence.sample, [], text, reason)
+        if request.finished:
+            del self._requests[request.request_id]
+            output.completion = _completion(request)
+        if request.keep is not None:
+            request.keep(sequence)
+        return output
+
+    def _describe_queues(self) -> str:
+        scheduler = self._scheduler
+        return (
+            f"{len(scheduler.running)} sequences running, {len(scheduler.waiting)} waiting, {len(scheduler.parked)} "
+            f"parked; {self._pool.available} of {self._pool.total_pages} pages available"
+        )
+
+
+def _completion(request: Request) -> Completion:
+    first = request.sequences[0]
+    prompt_logprobs = None
+    if request.params.prompt_logprobs is not None:
+        prompt_logprobs = [first.known_logprobs.get(at) for at in range(len(request.prompt))]
+    return Completion(
+        request_id=request.request_id,
+        prompt_token_ids=request.prompt,
+        samples=[_sample(sequence) for sequence in request.sequences],
+        cached_tokens=request.cached_tokens or 0,
+        prompt_logprobs=prompt_logprobs,
+    )
+
+
+def _sample(sequence: TokenSequence) -> Sample:
+    return Sample(
+        token_ids=sequence.tokens[len(sequence.request.prompt) :],
+        text=sequence.detokenizer.text if sequence.detokenizer is not None else "",
+        finish_reason=sequence.finish_reason or "",
+        logprobs=sequence.sample_logprobs if sequence.request.params.logprobs is not None else None,
+        decode_steps=sequence.decode_steps,
+        kv_bytes_read=sequence.kv_bytes_read,
+        digest_bytes_read=sequence.digest_bytes_read,
+    )

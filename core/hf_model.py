@@ -1,0 +1,178 @@
+"""Any Hugging Face causal language model, unmodified, behind one forward call. The only importer of transformers."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
+
+from octavo.core.attention import AttentionStep, octavo_attention
+from octavo.core.errors import UnsupportedModelError
+from octavo.core.interfaces import LayerTraits, ModelSpec
+
+AttentionInterface.register("octavo", octavo_attention)
+
+PROBE_TOKENS = 3
+
+
+def load(path: str, dtype: str | torch.dtype, device: str) -> tuple[nn.Module, Any]:
+    """A model and its tokenizer from a folder or a hub id, ready for inference.
+
+    ``dtype="auto"`` is the checkpoint's own type, except on a CPU without bf16 arithmetic, where it is fp32.
+    ``device="auto"`` is CUDA where there is one.
+
+    Raises:
+        ValueError: nothing can be loaded from ``path``.
+    """
+    target = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    try:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        looked = f"folder {Path(path).resolve()}" if Path(path).exists() else f"{path!r} (no such folder; taken as a hub id)"
+        raise ValueError(f"no causal language model could be loaded from {looked}: {error}") from error
+    if dtype == "auto" and target == "cpu" and not _cpu_has_bf16():
+        model = model.float()
+    return model.to(target).eval(), tokenizer
+
+
+class HFModel:
+    """Runs a model on one packed row of tokens, with attention served by an ``AttentionStep``.
+
+    The model is left as it was between calls: the attention implementation is switched for the length of a forward
+    pass only.
+
+    Raises:
+        UnsupportedModelError: the model's attention does not go through the interface, or needs something that the
+            paged path cannot give.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        if model.training:
+            raise ValueError("the model is in training mode; call model.eval() before making an engine")
+        self.model = model
+        self.device = next(model.parameters()).device
+        self._config: Any = model.config
+        self._configs = _attention_configs(model)
+        self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        _refuse_unsupported(self._config, type(model).__name__)
+        self.spec = self._probe()
+        self.eos_token_ids = self._eos_ids()
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, rows: Tensor, step: AttentionStep) -> Tensor:
+        """Logits fp32 [R, vocabulary] of the ``rows`` int64 [R] among the T packed tokens; ids and positions [T]."""
+        extra = {"logits_to_keep": rows} if self._keeps_logits else {}
+        with torch.inference_mode(), self._octavo_attention():
+            output = self.model(
+                input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, octavo_step=step, **extra
+            )
+        logits: Tensor = output.logits[0]
+        return (logits if self._keeps_logits else logits[rows]).float()
+
+    @contextmanager
+    def _octavo_attention(self) -> Iterator[None]:
+        before = [config._attn_implementation for config in self._configs]
+        for config in self._configs:
+            config._attn_implementation = "octavo"
+        try:
+            yield
+        finally:
+            for config, name in zip(self._configs, before, strict=True):
+                config._attn_implementation = name
+
+    def _probe(self) -> ModelSpec:
+        """Learn the shapes from one tiny pass, and make sure that every layer's attention comes to octavo."""
+        name = type(self.model).__name__
+        text = self._config.get_text_config()
+        probe = _Probe()
+        ids = torch.zeros(PROBE_TOKENS, dtype=torch.int64, device=self.device)
+        rows = torch.tensor([PROBE_TOKENS - 1], device=self.device)
+        try:
+            logits = self.forward(ids, torch.arange(PROBE_TOKENS, device=self.device), rows, probe)
+        except RuntimeError as error:
+            if "octavo" not in str(error):
+                raise
+            raise UnsupportedModelError(f"{name} cannot be served: {error}") from error
+        layers = text.num_hidden_layers
+        if sorted(probe.calls) != list(range(layers)) or len(probe.shapes) != layers:
+            raise UnsupportedModelError(
+                f"{name} has {layers} layers but sent {len(probe.shapes)} attention calls to octavo; its attention "
+                "does not follow transformers' AttentionInterface, so its KV cannot be paged"
+            )
+        if len(set(probe.shapes)) > 1:
+            raise UnsupportedModelError(f"{name} has attention layers of different shapes: {sorted(set(probe.shapes))}")
+        q_heads, kv_heads, k_dim, v_dim = probe.shapes[0]
+        if k_dim != v_dim:
+            raise UnsupportedModelError(f"{name} has keys of {k_dim} and values of {v_dim} elements a head; they must agree")
+        if q_heads % kv_heads:
+            raise UnsupportedModelError(f"{name}: {q_heads} query heads are no multiple of {kv_heads} KV heads")
+        return ModelSpec(
+            name=name,
+            layers=layers,
+            q_heads=q_heads,
+            kv_heads=kv_heads,
+            head_dim=k_dim,
+            kv_dtype=probe.dtype,
+            vocab_size=logits.shape[-1],
+            max_tokens=getattr(text, "max_position_embeddings", None) or 1 << 20,
+            windows=tuple(probe.calls[layer].window for layer in range(layers)),
+        )
+
+    def _eos_ids(self) -> frozenset[int]:
+        """The union of what the generation config and the model config name."""
+        sources = (getattr(self.model, "generation_config", None), self._config, self._config.get_text_config())
+        ids: set[int] = set()
+        for source in sources:
+            found = getattr(source, "eos_token_id", None)
+            ids.update(found if isinstance(found, list | tuple) else [] if found is None else [found])
+        return frozenset(ids)
+
+
+class _Probe:
+    """Serves a pass by plain causal attention and writes down what each layer asked for."""
+
+    def __init__(self) -> None:
+        self.calls: dict[int, LayerTraits] = {}
+        self.shapes: list[tuple[int, int, int, int]] = []
+        self.dtype = torch.float32
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, traits: LayerTraits) -> Tensor:
+        self.calls[layer] = traits
+        self.shapes.append((q.shape[1], k.shape[1], k.shape[2], v.shape[2]))
+        self.dtype = k.dtype
+        group = q.shape[1] // k.shape[1] or 1
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        q, k, v = (tensor.transpose(0, 1) for tensor in (q, k, v))
+        return scaled_dot_product_attention(q, k, v, is_causal=True, scale=traits.scale).transpose(0, 1)
+
+
+def _attention_configs(model: nn.Module) -> list[Any]:
+    """Every distinct config object in the model that names an attention implementation."""
+    found = {id(m.config): m.config for m in model.modules() if hasattr(getattr(m, "config", None), "_attn_implementation")}
+    return list(found.values())
+
+
+def _refuse_unsupported(config: Any, name: str) -> None:
+    text = config.get_text_config()
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(f"{name} is an encoder-decoder; octavo serves causal decoders")
+    if getattr(text, "attention_chunk_size", None):
+        raise UnsupportedModelError(f"{name} attends in chunks of {text.attention_chunk_size}, which octavo cannot mask yet")
+    if getattr(text, "use_bidirectional_attention", False):
+        raise UnsupportedModelError(f"{name} attends in both directions; octavo serves causal models")
+
+
+def _cpu_has_bf16() -> bool:
+    """Whether this CPU multiplies bf16 in hardware (AVX512-BF16 or AMX)."""
+    try:
+        flags = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+    return "avx512_bf16" in flags or "amx_bf16" in flags

@@ -1,0 +1,174 @@
+"""The protocols at which octavo's parts meet. Each says what it may read, what it changes and what it returns.
+
+Shapes: b sequences of one method in a step, P pages of the longest of them, Hq query and Hkv KV heads, D head_dim,
+p page_tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """What the engine must know of a model; read from its config and from one probing forward pass.
+
+    ``window[l]`` is the sliding window of layer l in tokens, 0 for full attention.
+    """
+
+    name: str
+    layers: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    kv_dtype: torch.dtype
+    vocab_size: int
+    max_tokens: int
+    windows: tuple[int, ...]
+
+    def kv_bytes_per_token(self, itemsize: int) -> int:
+        return self.layers * 2 * self.kv_heads * self.head_dim * itemsize
+
+
+class Allocator(Protocol):
+    """Hands out pages by their first unit. Knows nothing of who holds them."""
+
+    @property
+    def free_pages(self) -> int: ...
+    def allocate(self, count: int) -> NDArray[np.int32]: ...
+    def free(self, pages: NDArray[np.int32]) -> None: ...
+    def check(self) -> NDArray[np.int32]:
+        """All free pages; raises AssertionError if one is listed twice."""
+        ...
+
+
+class EvictionPolicy(Protocol):
+    """Orders the idle pages. Must never give up a page before the pages that can only be reached through it."""
+
+    def __len__(self) -> int: ...
+    def add(self, pages: Iterable[int]) -> None: ...
+    def remove(self, pages: Iterable[int]) -> None: ...
+    def evict(self, count: int) -> list[int]: ...
+    def check(self) -> NDArray[np.int32]: ...
+
+
+@runtime_checkable
+class PagePolicy(Protocol):
+    """Tokens of a page of a segment; ``segment_tokens`` is None where the length is not known (growing text)."""
+
+    def page_tokens(self, segment_tokens: int | None) -> int: ...
+
+
+class SegmentEncoder(Protocol):
+    """Turns what a prompt held (a PIL image, say) into embeddings of the language model's width."""
+
+    bidirectional: bool
+
+    def identity(self, item: Any) -> bytes: ...
+    def n_tokens(self, item: Any) -> int: ...
+    def encode(self, items: Sequence[Any]) -> Tensor: ...
+
+
+class Digest(Protocol):
+    """A pure function of a full page's contents, made once when the page is sealed and shared with it.
+
+    ``provenance`` names the digest and its parameters; engines keep one store for each.
+    """
+
+    @property
+    def provenance(self) -> str: ...
+
+    def spec(self, page_tokens: int, kv_heads: int, head_dim: int) -> Mapping[str, tuple[int, ...]]:
+        """Shape of each part for one page of one layer, ``(Hkv, ...)``; parts have the dtype of the pool."""
+        ...
+
+    def compute(self, k: Tensor, v: Tensor) -> Mapping[str, Tensor]:
+        """Parts of n pages, each ``[n, Hkv, ...]``, from ``k, v [n, Hkv, p, D]``."""
+        ...
+
+
+@dataclass(frozen=True)
+class LayerTraits:
+    """What one layer asks of attention. ``window`` and ``softcap`` are 0 when off; ``sinks [Hq]`` may be None."""
+
+    scale: float
+    window: int = 0
+    softcap: float = 0.0
+    sinks: Tensor | None = None
+
+
+class PageView(Protocol):
+    """The pages of the sequences of one method, in one layer of one step. Nothing is read until it is asked for.
+
+    ``n_pages [b]`` int32 counts the open page at the end, whose digest does not exist yet.
+    """
+
+    layer: int
+    traits: LayerTraits
+    page_tokens: int
+    n_pages: Tensor
+    max_pages: int
+    seeds: Tensor
+
+    @property
+    def lengths(self) -> Tensor:
+        """int32 [b], tokens of each sequence, the one being decoded included."""
+        ...
+
+    def digest(self, part: str) -> Tensor:
+        """``[b, P, Hkv, ...]``; rows past a sequence's sealed pages are arbitrary finite or non-finite numbers."""
+        ...
+
+    def mass(self, q: Tensor) -> Tensor:
+        """Exact softmax mass of each page, fp32 [b, Hkv, P], mean over the query heads of a group. Reads all of K."""
+        ...
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Pages to read: ``pages`` int32 [b, H, S], ascending, the open page last, and ``counts`` int32 [b, H] of them
+    that are meant. H is Hkv, or 1 where all heads agree. Entries past the count are arbitrary."""
+
+    pages: Tensor
+    counts: Tensor
+
+
+class SparseMethod(Protocol):
+    """Chooses, per sequence, layer and KV head, the pages that a decoding query reads.
+
+    ``provenance`` is the part of a page key that marks KV shaped by this method. ``digest`` is None if the method
+    scores without one. A method holds no state of a request.
+    """
+
+    name: str
+    digest: Digest | None
+
+    @property
+    def provenance(self) -> str: ...
+
+    def bind(self, spec: ModelSpec, page_tokens: int) -> None:
+        """Called once by an engine. Raises ValueError if the method cannot serve the model."""
+        ...
+
+    def select(self, q: Tensor, pages: PageView) -> Selection | None:
+        """Pages for ``q [b, Hq, D]``; None reads them all."""
+        ...
+
+    def predict(self, tokens: int, layer: int) -> PagesRead:
+        """What one decode step with ``tokens`` in the cache will read in ``layer``, in closed form."""
+        ...
+
+
+@dataclass(frozen=True)
+class PagesRead:
+    """Predicted reads of one sequence in one layer: pages of K and V a KV head, and digest elements a KV head."""
+
+    pages: int
+    digest_elements: int

@@ -1,0 +1,99 @@
+"""What the engine hands back: completions, the news of a step, and counters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+TokenLogprobs = dict[int, float]
+
+
+@dataclass
+class Sample:
+    """One continuation of a prompt.
+
+    Attributes:
+        token_ids: the new tokens; an end-of-sequence token that ended the sample is the last.
+        text: the decoded text, without special tokens and cut at a stop string.
+        finish_reason: "stop", "length", "abort" or "capacity" (the pool could not hold one more token of it alone).
+        logprobs: one ``{token_id: log-probability}`` a new token, if asked for.
+        decode_steps: forward passes that computed one token of this sample after its prompt.
+        kv_bytes_read: bytes of K and V in the pool behind the table entries that the kernels of those passes were
+            given, over all layers and KV heads.
+        digest_bytes_read: bytes of page digests (and, for an oracle, of K) that were read to choose those entries.
+    """
+
+    token_ids: list[int]
+    text: str
+    finish_reason: str
+    logprobs: list[TokenLogprobs] | None = None
+    decode_steps: int = 0
+    kv_bytes_read: int = 0
+    digest_bytes_read: int = 0
+
+
+@dataclass
+class Completion:
+    """All samples of one request.
+
+    Attributes:
+        cached_tokens: prompt tokens whose KV was found in the prefix cache at the first admission.
+        prompt_logprobs: one entry a prompt token, the first None, if asked for.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    samples: list[Sample]
+    cached_tokens: int = 0
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+
+    @property
+    def text(self) -> str:
+        """Text of the first sample."""
+        return self.samples[0].text
+
+
+@dataclass
+class StepOutput:
+    """News of one sample from one step. Text that was given out is never taken back.
+
+    ``completion`` comes with the last news of the last sample of a request.
+    """
+
+    request_id: str
+    sample: int
+    new_token_ids: list[int]
+    new_text: str
+    finish_reason: str | None = None
+    completion: Completion | None = None
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """Counters since construction, and the state now. Always units_held + units_cached + units_free = units_total.
+
+    ``pages_*`` count text pages. ``hit_tokens`` of ``query_tokens`` prompt tokens were found in the prefix cache,
+    counted once an admission. ``evictions`` are pages, ``copies`` are copy-on-write copies of a page.
+    """
+
+    units_total: int
+    units_free: int
+    units_cached: int
+    units_held: int
+    units_held_peak: int
+    pages_total: int
+    pages_free: int
+    pages_cached: int
+    pages_held: int
+    host_units_total: int = 0
+    host_units_free: int = 0
+    host_units_held: int = 0
+    hit_tokens: int = 0
+    query_tokens: int = 0
+    evictions: int = 0
+    preemptions: int = 0
+    copies: int = 0
+    steps: int = 0
+    running: int = 0
+    waiting: int = 0
+    running_peak: int = 0
+    device_bytes_peak: int = 0

@@ -1,0 +1,55 @@
+"""Prompts as users give them, read into token ids or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+Prompt = str | Sequence[Any]
+"""A string, a list of token ids, or a list of strings that are joined."""
+
+
+class PromptReader:
+    """Reads prompts for one tokenizer and vocabulary."""
+
+    def __init__(self, tokenizer: Any, vocab_size: int) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+
+    def read(self, prompt: Prompt, *, continues: bool = False) -> list[int]:
+        """Token ids of a prompt; a text that ``continues`` another gets no special tokens.
+
+        Raises:
+            ValueError: not a prompt, empty, an id outside the vocabulary, or text without a tokenizer.
+        """
+        if isinstance(prompt, str):
+            ids = self._encode(prompt, continues)
+        elif isinstance(prompt, list | tuple):
+            if any(isinstance(part, str) for part in prompt):
+                ids = self._encode("".join(map(_text, prompt)), continues)
+            else:
+                ids = [self._token(token) for token in prompt]
+        else:
+            raise ValueError(f"a prompt is a string or a list of token ids, got {type(prompt).__name__}: {prompt!r:.80}")
+        if not ids:
+            raise ValueError(f"the {'text' if continues else 'prompt'} is empty: {prompt!r:.80}; at least one token is needed")
+        return ids
+
+    def _encode(self, text: str, continues: bool) -> list[int]:
+        if self._tokenizer is None:
+            raise ValueError(f"the text {text!r:.80} needs a tokenizer, and the engine has none; give token ids")
+        ids: list[int] = self._tokenizer(text, add_special_tokens=not continues)["input_ids"]
+        return [self._token(token) for token in ids]
+
+    def _token(self, token: Any) -> int:
+        if isinstance(token, bool) or not isinstance(token, int):
+            raise ValueError(f"a token id must be an integer, got {type(token).__name__}: {token!r:.80}")
+        if not 0 <= token < self._vocab_size:
+            raise ValueError(f"token id {token} is outside the vocabulary of {self._vocab_size} tokens")
+        return token
+
+
+def _text(part: Any) -> str:
+    if not isinstance(part, str):
+        raise ValueError(f"a prompt part of type {type(part).__name__} needs an encoder, and the engine serves text only")
+    return part

@@ -1,0 +1,258 @@
+"""Continuous batching: which tokens of which sequences the next step computes, and where their KV goes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from octavo.core.config import EngineConfig
+from octavo.core.page_pool import PagePool
+from octavo.core.prefix_cache import PageKey
+from octavo.core.sequence import PrefixMatch, Sequence, match_prefix
+
+
+@dataclass
+class Chunk:
+    """Tokens ``start`` to ``start + count`` of a sequence, to be computed in one step."""
+
+    sequence: Sequence
+    start: int
+    count: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.count
+
+
+@dataclass
+class StepPlan:
+    """What one step computes. ``copies`` are (source, destination) pages, to be copied in order before the pass;
+    ``stranded`` sequences are alone and still do not fit."""
+
+    chunks: list[Chunk] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    preempted: list[Sequence] = field(default_factory=list)
+    stranded: list[Sequence] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> int:
+        return sum(chunk.count for chunk in self.chunks)
+
+
+class Scheduler:
+    """Owns the queues::
+
+        waiting   no pages, no row
+        running   pages, and a place among ``max_seqs``
+        parked    pages, but nothing to compute: idle sessions, whose pages go before anybody is preempted
+    """
+
+    def __init__(self, config: EngineConfig, pool: PagePool) -> None:
+        self._config = config
+        self._pool = pool
+        self._page_tokens = config.text_page_tokens
+        self._step = 0
+        self._computing: dict[PageKey, Sequence] = {}
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.parked: list[Sequence] = []
+        self.hit_tokens = 0
+        self.query_tokens = 0
+        self.preemptions = 0
+        self.running_peak = 0
+
+    def schedule(self) -> StepPlan:
+        """Plan the next step.
+
+        There are no phases. Each sequence has ``computed`` tokens chasing ``goal`` tokens, and a step moves some of
+        them forward: a whole prompt, a chunk of one, what a prefix hit left over, one decoded token, or everything
+        again after a preemption are all "the next ``count`` tokens".
+
+        1. Running sequences first: by priority, then by who was served least recently, then by arrival. One that
+           cannot get its pages takes those of parked sequences, then preempts the running sequence of least worth
+           (lowest priority, then latest arrival), whose chunk leaves the plan if it had one. If it is itself the one
+           of least worth, it goes back to waiting.
+        2. Then waiting sequences: by priority, then by arrival. Admission is a transaction: the pages of a prefix
+           hit, which may have to be taken from the idle ones, and the pages of the first chunk are added up, and
+           only if all of them can be had is anything changed. The first sequence that does not fit ends admission,
+           so that nobody overtakes it for ever. A sequence whose next prefix page is just being computed by a
+           running one of no lower priority is passed over: soon it will find that page.
+        3. The running sequence of most worth always gets its pages, so every step makes progress. One that is alone
+           and does not fit is ``stranded``, and the engine ends it.
+        """
+        self._step += 1
+        plan = StepPlan()
+        for sequence in sorted(self.running, key=lambda s: (-s.request.priority, s.served_at, *_age(s))):
+            count = min(sequence.chunk_limit(), self._config.step_tokens - plan.tokens)
+            if count > 0 and sequence not in plan.preempted:
+                self._serve(sequence, count, plan)
+        for sequence in sorted(self.waiting, key=lambda s: (-s.request.priority, *_age(s))):
+            if plan.tokens >= self._config.step_tokens or sequence in plan.preempted:
+                break
+            match = match_prefix(sequence, self._pool.index, self._page_tokens)
+            owner = self._computing.get(match.missing) if match.missing else None
+            if owner is not None and owner.request.priority >= sequence.request.priority:
+                continue
+            if not self._admit(sequence, match, plan):
+                if not self.running and not plan.chunks:
+                    plan.stranded.append(sequence)
+                break
+        self.running_peak = max(self.running_peak, len(self.running))
+        return plan
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence that holds no pages."""
+        self.waiting.append(sequence)
+
+    def run(self, sequence: Sequence) -> bool:
+        """Run a sequence that brings its pages (a fork, a session); False if ``max_seqs`` are running."""
+        if len(self.running) >= self._config.max_seqs:
+            return False
+        self.running.append(sequence)
+        return True
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take a sequence out of its queue and give its pages back."""
+        if sequence in self.running:
+            self._stop(sequence)
+        else:
+            (self.waiting if sequence in self.waiting else self.parked).remove(sequence)
+        sequence.rewind()
+
+    def park(self, sequence: Sequence) -> None:
+        """Let a running sequence keep its pages while it has nothing to compute."""
+        self._stop(sequence)
+        self.parked.append(sequence)
+
+    def unpark(self, sequence: Sequence) -> bool:
+        """Take a sequence out of the parked ones; False if its pages have been reclaimed in the meantime."""
+        if sequence not in self.parked:
+            return False
+        self.parked.remove(sequence)
+        return True
+
+    def published(self, key: PageKey, sequence: Sequence) -> None:
+        """A page is findable now; nobody needs to wait for it any more."""
+        if self._computing.get(key) is sequence:
+            del self._computing[key]
+
+    def check(self) -> None:
+        queues = [*self.waiting, *self.running, *self.parked]
+        if len(set(map(id, queues))) != len(queues):
+            raise AssertionError("a sequence is in two queues, or twice in one")
+        for sequence in self.waiting:
+            if sequence.table.n_pages or sequence.computed:
+                raise AssertionError(f"waiting sequence of {sequence.request.request_id!r} holds pages")
+        for sequence in [*self.running, *self.parked]:
+            pages = -(-sequence.computed // self._page_tokens)
+            if sequence.table.n_pages < pages:
+                raise AssertionError(f"{sequence.computed} tokens are computed in {sequence.table.n_pages} pages")
+        if len(self.running) > self._config.max_seqs:
+            raise AssertionError(f"{len(self.running)} sequences run, at most {self._config.max_seqs} may")
+        strangers = [s.request.request_id for s in self._computing.values() if s not in self.running]
+        if strangers:
+            raise AssertionError(f"{strangers} claim to compute pages but do not run")
+
+    def _serve(self, sequence: Sequence, count: int, plan: StepPlan) -> None:
+        """Place the next ``count`` tokens of a running sequence, making room for them if need be."""
+        while self._pages_for(sequence, count) > self._pool.available:
+            victim = max(self.running, key=_worth)
+            if self.parked:
+                self._reclaim()
+            elif victim is not sequence or len(self.running) > 1:
+                self._preempt(victim, plan)
+                if victim is sequence:
+                    return
+            else:
+                room = (sequence.table.n_pages + self._pool.available) * self._page_tokens - sequence.computed
+                if room <= 0 or room >= count:
+                    plan.stranded.append(sequence)
+                    return
+                count = room
+        self._place(sequence, count, plan)
+
+    def _admit(self, sequence: Sequence, match: PrefixMatch, plan: StepPlan) -> bool:
+        """Start a waiting sequence with its prefix hit, or change nothing and say False."""
+        hit_tokens = len(match.pages) * self._page_tokens
+        sequence.computed = hit_tokens
+        count = min(sequence.chunk_limit(), self._config.step_tokens - plan.tokens)
+        sequence.computed = 0
+        fresh = -(-(hit_tokens + count) // self._page_tokens) - len(match.pages)
+
+        victims = sorted((s for s in self.running if s.request.priority < sequence.request.priority), key=_worth)
+        if not self._could_fit(fresh, match, len(victims)):
+            return False
+        while len(self.running) >= self._config.max_seqs:
+            self._preempt(victims.pop(), plan)
+        while fresh + self._pool.idle_among(match.pages) > self._pool.available:
+            if self.parked:
+                self._reclaim()
+            else:
+                self._preempt(victims.pop(), plan)
+
+        self._pool.retain(match.pages)
+        sequence.table.append(match.pages)
+        sequence.computed, sequence.nodes = hit_tokens, match.nodes
+        self.waiting.remove(sequence)
+        self.running.append(sequence)
+        self._place(sequence, count, plan)
+        for key in sequence.keys(sequence.goal // self._page_tokens, self._page_tokens)[len(match.pages) :]:
+            self._computing.setdefault(key, sequence)
+        if sequence.request.cached_tokens is None:
+            sequence.request.cached_tokens = hit_tokens
+        self.hit_tokens += hit_tokens
+        self.query_tokens += len(sequence.tokens)
+        return True
+
+    def _could_fit(self, fresh: int, match: PrefixMatch, victims: int) -> bool:
+        """Whether a sequence fits once all parked sequences and the ``victims`` of least worth are out of the way."""
+        if len(self.running) - victims >= self._config.max_seqs:
+            return False
+        if fresh + self._pool.idle_among(match.pages) <= self._pool.available:
+            return True
+        staying = sorted(self.running, key=_worth)[: len(self.running) - victims]
+        held = np.unique(np.concatenate([match.pages, *(s.table.pages() for s in staying)]))
+        return fresh + len(held) <= self._pool.total_pages
+
+    def _place(self, sequence: Sequence, count: int, plan: StepPlan) -> None:
+        """Give a chunk its pages and put it in the plan."""
+        first = sequence.computed // self._page_tokens
+        if first < sequence.table.n_pages and sequence.table.copy_needed(first):
+            plan.copies.append(sequence.table.copy_on_write(first))
+        pages = -(-(sequence.computed + count) // self._page_tokens)
+        sequence.table.append(self._pool.allocate(max(0, pages - sequence.table.n_pages)))
+        plan.chunks.append(Chunk(sequence, sequence.computed, count))
+        sequence.served_at = self._step
+
+    def _pages_for(self, sequence: Sequence, count: int) -> int:
+        """Pages that the next ``count`` tokens take from the pool: new ones, and one for a copy on write."""
+        first = sequence.computed // self._page_tokens
+        copied = first < sequence.table.n_pages and sequence.table.copy_needed(first)
+        return max(0, -(-(sequence.computed + count) // self._page_tokens) - sequence.table.n_pages) + copied
+
+    def _preempt(self, sequence: Sequence, plan: StepPlan) -> None:
+        """Back to waiting without pages: they will be computed again, or found. Its chunk leaves the plan."""
+        plan.chunks = [chunk for chunk in plan.chunks if chunk.sequence is not sequence]
+        plan.preempted.append(sequence)
+        self._stop(sequence)
+        sequence.rewind()
+        self.waiting.append(sequence)
+        self.preemptions += 1
+
+    def _reclaim(self) -> None:
+        self.parked.pop(0).rewind()
+
+    def _stop(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        for key in [key for key, owner in self._computing.items() if owner is sequence]:
+            del self._computing[key]
+
+
+def _age(sequence: Sequence) -> tuple[int, int]:
+    return sequence.request.arrival, sequence.sample
+
+
+def _worth(sequence: Sequence) -> tuple[int, int, int]:
+    """Greatest for the sequence to preempt first."""
+    return -sequence.request.priority, *_age(sequence)

@@ -1,0 +1,157 @@
+"""Conversations that grow in turns and fork cheaply."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from octavo.core.config import SamplingParams
+from octavo.core.interfaces import SparseMethod
+from octavo.core.outputs import Completion
+from octavo.core.sequence import NEVER
+from octavo.core.sequence import Sequence as TokenSequence
+
+if TYPE_CHECKING:
+    from octavo.core.engine import Engine
+    from octavo.core.prompts import Prompt
+
+
+class Session:
+    """A history of tokens whose pages stay in the pool between turns.
+
+    An idle session is parked: its pages are the first to go when others need room, and what is gone is found in the
+    prefix cache or computed again at the next turn. So an idle session never blocks anybody, and the tokens of a
+    turn never depend on whether its pages survived. One turn at a time; end it with ``close``.
+    """
+
+    def __init__(self, engine: Engine, prompt: Prompt, method: SparseMethod | None, salt: str | None) -> None:
+        self._engine = engine
+        self._method = method
+        self._salt = salt
+        self._spans: list[tuple[int, int]] = []
+        self._parked: TokenSequence | None = None
+        self._busy: str | None = None
+        self._closed = False
+        self._messages: list[dict[str, str]] = []
+        self._rendered = ""
+        self.tokens: list[int] = []
+        if len(prompt):
+            self.append(prompt)
+
+    def append(self, prompt: Prompt, *, role: str | None = None) -> None:
+        """Add text or token ids to the history. With ``role`` the text becomes a message of the tokenizer's chat
+        template; after a "user" message the template's cue for an answer is added too.
+
+        Raises:
+            ValueError: the session is closed or busy, or the prompt cannot be read.
+        """
+        self._require_idle()
+        if role is not None:
+            prompt = self._render(prompt, role)
+        reader = self._engine._prompts
+        self.tokens += reader.read(prompt, continues=bool(self.tokens) or role is not None)
+
+    def submit(self, params: SamplingParams | None = None, *, priority: int = 0) -> str:
+        """Queue the next turn and give its request id; the history takes up the new tokens when it ends."""
+        self._require_idle()
+        params = params or SamplingParams()
+        if params.n != 1:
+            raise ValueError(f"a session's turn has one sample, got n={params.n}; fork() the session for more")
+        engine = self._engine
+        if not self.tokens:
+            raise ValueError("the session is empty; append something before a turn")
+        request = engine._new_request(self.tokens.copy(), params, None, self._method, priority, self._salt)
+        request.keep = self._take_back
+        sequence = TokenSequence(request, 0, request.prompt.copy(), engine._pool)
+        if self._method is not None:
+            sequence.sparse_spans = [*self._spans, (len(request.prompt), NEVER)]
+        engine._enter(request, sequence)
+        self._busy = request.request_id
+        parked, self._parked = self._parked, None
+        if parked is not None and engine._scheduler.unpark(parked):
+            sequence.inherit(parked)
+            if engine._scheduler.run(sequence):
+                request.cached_tokens = sequence.computed
+                return request.request_id
+            sequence.rewind()
+        engine._scheduler.add(sequence)
+        return request.request_id
+
+    def generate(self, params: SamplingParams | None = None) -> Completion:
+        """Run the next turn to its end."""
+        request_id = self.submit(params)
+        return self._engine.finish([request_id])[request_id]
+
+    def fork(self) -> Session:
+        """A session with the same history that shares every page; either may go on without the other noticing."""
+        self._require_idle()
+        twin = Session(self._engine, "", self._method, self._salt)
+        twin.tokens, twin._spans = self.tokens.copy(), self._spans.copy()
+        twin._messages, twin._rendered = self._messages.copy(), self._rendered
+        if self._parked is not None and self._parked in self._engine._scheduler.parked:
+            request = self._parked.request
+            twin._parked = TokenSequence(request, self._parked.sample, self._parked.tokens.copy(), self._engine._pool)
+            twin._parked.adopt_prefix(self._parked)
+            self._engine._scheduler.parked.append(twin._parked)
+        return twin
+
+    def close(self) -> None:
+        """Give the pages back. A turn that is under way is aborted."""
+        if self._busy is not None:
+            self._engine.abort(self._busy)
+        if self._parked is not None and self._engine._scheduler.unpark(self._parked):
+            self._parked.rewind()
+        self._parked, self._closed = None, True
+
+    def _take_back(self, sequence: TokenSequence) -> None:
+        """A turn has ended: keep its tokens, but for a stop string that was cut from its text."""
+        prompt = len(sequence.request.prompt)
+        kept = self._kept_tokens(sequence)
+        if self._method is not None:
+            self._spans.append((prompt, prompt + len(kept)))
+        self.tokens = sequence.request.prompt + kept
+        common = prompt
+        while common < min(len(self.tokens), len(sequence.tokens)) and self.tokens[common] == sequence.tokens[common]:
+            common += 1
+        sequence.truncate(min(sequence.computed, common), self._engine.config.text_page_tokens)
+        self._parked, self._busy = sequence, None
+        if self._messages and sequence.detokenizer is not None:
+            self._messages.append({"role": "assistant", "content": sequence.detokenizer.text})
+            self._rendered += sequence.detokenizer.text
+
+    def _kept_tokens(self, sequence: TokenSequence) -> list[int]:
+        generated = sequence.tokens[len(sequence.request.prompt) :]
+        detokenizer = sequence.detokenizer
+        if detokenizer is None or not detokenizer.stopped or sequence.request.params.include_stop:
+            return generated
+        decode = self._engine.tokenizer.decode
+        kept = len(generated)
+        while kept and not detokenizer.text.startswith(decode(generated[:kept], skip_special_tokens=True)):
+            kept -= 1
+        rest = detokenizer.text[len(decode(generated[:kept], skip_special_tokens=True)) :]
+        return generated[:kept] + (self._engine._prompts.read(rest, continues=True) if rest else [])
+
+    def _render(self, prompt: Any, role: str) -> str:
+        """The text that a chat template adds for one more message."""
+        tokenizer = self._engine.tokenizer
+        if tokenizer is None or not getattr(tokenizer, "chat_template", None):
+            raise ValueError(f"role={role!r} needs a tokenizer with a chat template, and this engine's has none")
+        if not isinstance(prompt, str):
+            raise ValueError(f"role={role!r} needs text, got {type(prompt).__name__}")
+        messages = [*self._messages, {"role": role, "content": prompt}]
+        rendered: str = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=role not in ("assistant", "system")
+        )
+        if not rendered.startswith(self._rendered):
+            raise ValueError("the chat template rewrites earlier messages, so a session cannot grow by it; append text")
+        added = rendered[len(self._rendered) :]
+        ending = self.tokens and tokenizer.decode(self.tokens[-1:], skip_special_tokens=False)
+        if self._messages and ending and self.tokens[-1] in self._engine._eos and added.startswith(ending):
+            added = added[len(ending) :]
+        self._messages, self._rendered = messages, rendered
+        return added
+
+    def _require_idle(self) -> None:
+        if self._closed:
+            raise ValueError("the session is closed")
+        if self._busy is not None:
+            raise ValueError(f"a turn of the session is under way as request {self._busy!r}; wait for it, or abort it")

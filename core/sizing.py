@@ -1,0 +1,98 @@
+"""Everything that is decided once, from the config, the model and the machine."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import Tensor
+
+from octavo.core.config import KV_DTYPES, EngineConfig
+from octavo.core.errors import CapacityError
+from octavo.core.interfaces import ModelSpec
+from octavo.core.page_pool import PagePool
+from octavo.kernels.layout import MAX_UNITS, pool_shape
+
+CPU_POOL_BYTES = 4 << 30
+
+
+def max_tokens(config: EngineConfig, spec: ModelSpec) -> int:
+    """Longest sequence in tokens."""
+    if config.max_model_tokens is None:
+        return spec.max_tokens
+    if config.max_model_tokens > spec.max_tokens:
+        raise ValueError(
+            f"max_model_tokens={config.max_model_tokens} is more than the {spec.max_tokens} positions that {spec.name} has"
+        )
+    return config.max_model_tokens
+
+
+def backend(config: EngineConfig, device: torch.device) -> str:
+    """Name of the kernels for a device."""
+    if config.backend == "auto":
+        return "triton" if device.type == "cuda" else "cpu"
+    if config.backend == "cpu" and device.type != "cpu":
+        raise ValueError(f"backend='cpu' cannot serve a model on {device}; use 'triton' or 'reference'")
+    if config.backend == "triton" and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError(
+            "backend='triton' needs a CUDA device, and the model is on the CPU; use backend='cpu', or set "
+            "TRITON_INTERPRET=1 to run the kernels in Triton's (slow) interpreter"
+        )
+    return config.backend
+
+
+def kv_dtype(config: EngineConfig, spec: ModelSpec) -> torch.dtype:
+    """Element type of the pool."""
+    name = KV_DTYPES[config.kv_dtype]
+    dtype: torch.dtype = spec.kv_dtype if name is None else getattr(torch, name)
+    return dtype
+
+
+def pool_pages(
+    config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, longest: int, device: torch.device
+) -> int:
+    """Text pages of the pool: what was asked for, or what the memory share and ``max_seqs`` sequences can use."""
+    page_tokens = config.text_page_tokens
+    if config.pool_tokens is not None:
+        return -(-config.pool_tokens // page_tokens)
+    page_bytes = page_tokens * spec.kv_bytes_per_token(dtype.itemsize)
+    if device.type == "cuda":
+        memory = int(torch.cuda.mem_get_info(device)[0] * config.memory_fraction)
+    else:
+        memory = min(CPU_POOL_BYTES, int(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * config.memory_fraction))
+    pages = min(memory // page_bytes, config.max_seqs * -(-longest // page_tokens), MAX_UNITS // (page_tokens // config.unit_tokens) - 1)
+    if pages < 1:
+        raise ValueError(
+            f"a page of {page_tokens} tokens takes {page_bytes} bytes and memory_fraction={config.memory_fraction} "
+            f"leaves {memory}; raise memory_fraction, or set pool_tokens"
+        )
+    return pages
+
+
+def allocate_pool(
+    config: EngineConfig, spec: ModelSpec, units: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """The pool's memory, uninitialised; on a CPU the system commits it as it is touched."""
+    if units >= MAX_UNITS:
+        raise ValueError(f"a pool of {units} units is more than the {MAX_UNITS - 1} that a table entry can name")
+    shape = pool_shape(units, spec.layers, spec.kv_heads, config.unit_tokens, spec.head_dim)
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+def check_fits(config: EngineConfig, prompt: int, required: int, longest: int, pool: PagePool) -> None:
+    """Refuse a request of which ``required`` new tokens can never be had, whoever else is served.
+
+    The last token's KV is never stored, so ``prompt + required - 1`` slots are needed.
+    """
+    if prompt + required > longest:
+        raise CapacityError(
+            f"a prompt of {prompt} tokens and {required} new ones are {prompt + required} tokens, and a sequence may have "
+            f"{longest}; shorten the prompt or raise max_model_tokens"
+        )
+    page_tokens = config.text_page_tokens
+    pages = -(-(prompt + required - 1) // page_tokens)
+    if pages > pool.total_pages:
+        raise CapacityError(
+            f"a prompt of {prompt} tokens and {required} new ones need {pages} pages of {page_tokens} tokens, and the pool "
+            f"has {pool.total_pages}; raise pool_tokens to at least {pages * page_tokens}"
+        )
