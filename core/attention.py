@@ -123,7 +123,7 @@ class PagedStep:
         if selection is None or group.pages is None:
             group.dense_windows[traits.window] += 1
         else:
-            table, slots = group.pages.gather(selection)
+            table, slots = group.method.resolve(selection, group.pages)  # type: ignore[union-attr]
             chosen = _units(slots, group.q_pos, 0, self.kv)
             group.units_chosen = chosen if group.units_chosen is None else group.units_chosen + chosen
         out, _, _ = ops.decode(

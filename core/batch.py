@@ -125,7 +125,7 @@ class StepRunner:
             first_units = np.zeros((len(chunks), n_pages.max()), np.int64)
             for row, pages in enumerate(sealed):
                 first_units[row, : len(pages)] = pages
-            parts = {}
+            parts: dict[str, Tensor] = {}
             if method.digest is not None:
                 store = self._digest_store(method)
                 store.make(sealed)
@@ -142,6 +142,7 @@ class StepRunner:
                 seeds=self._to_device(np.array([c.sequence.seed & (2**63 - 1) for c in chunks], np.int64)),
                 first_units=self._to_device(first_units),
                 parts=parts,
+                elements_read=torch.zeros(len(chunks), dtype=torch.int64, device=self.kv.device),
             )
         return group
 
@@ -183,19 +184,14 @@ class StepRunner:
         unit_bytes = 2 * self.kv.shape[4] * self.kv.shape[5] * self.kv.element_size()
         for group in step.decodes:
             read = group.units_read(self.kv).tolist()
-            for chunk, units in zip(chunks[group.start : group.stop], read, strict=True):
+            scoring = [0] * len(read) if group.pages is None else group.pages.elements_read.tolist()
+            for chunk, units, elements in zip(chunks[group.start : group.stop], read, scoring, strict=True):
                 sequence = chunk.sequence
                 if chunk.start < len(sequence.request.prompt):
                     continue
                 sequence.decode_steps += 1
                 sequence.kv_bytes_read += units * unit_bytes
-                if group.method is not None:
-                    elements = sum(
-                        group.method.predict(chunk.end, layer).digest_elements
-                        for layer, window in enumerate(self._model.spec.windows)
-                        if not window
-                    )
-                    sequence.digest_bytes_read += elements * self.kv.shape[3] * self.kv.element_size()
+                sequence.digest_bytes_read += elements * self.kv.element_size()
 
     def _to_device(self, array: NDArray[np.integer]) -> Tensor:
         return torch.from_numpy(array).to(self.kv.device)

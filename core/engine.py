@@ -64,7 +64,6 @@ class Engine:
         self.tokenizer = tokenizer
         self._model = HFModel(model)
         self._method = method
-        self._bound: set[int] = set()
         self._max_tokens = sizing.max_tokens(self.config, self.spec)
         backend = sizing.backend(self.config, self._model.device)
         dtype = sizing.kv_dtype(self.config, self.spec)
@@ -86,7 +85,7 @@ class Engine:
         self._steps = 0
         self._undelivered: list[StepOutput] = []
         if method is not None:
-            self._bind(method)
+            method.validate(self.spec, page_tokens)
 
     @classmethod
     def from_pretrained(
@@ -310,11 +309,6 @@ class Engine:
                 if page in self._pool.index and self._pool.index.node(page) != node:
                     raise AssertionError(f"page {page} of {sequence.request.request_id!r} is indexed for another prefix")
 
-    def _bind(self, method: SparseMethod) -> None:
-        if id(method) not in self._bound:
-            method.bind(self.spec, self.config.text_page_tokens)
-            self._bound.add(id(method))
-
     def _new_request(
         self,
         prompt: list[int],
@@ -343,7 +337,7 @@ class Engine:
         )
         method = method or self._method
         if method is not None:
-            self._bind(method)
+            method.validate(self.spec, self.config.text_page_tokens)
         arrival = self._arrivals
         self._arrivals += 1
         return Request(

@@ -105,9 +105,11 @@ class LayerTraits:
 
 
 class PageView(Protocol):
-    """The pages of the sequences of one method, in one layer of one step. Nothing is read until it is asked for.
+    """The pages of the sequences of one method, in one layer of one step. Nothing is read until it is asked for, and
+    what is read is counted.
 
-    ``n_pages [b]`` int32 counts the open page at the end, whose digest does not exist yet.
+    ``n_pages [b]`` int32 counts the open page at the end, whose digest does not exist yet; ``max_pages`` is the
+    largest of them, P. ``seeds [b]`` int64 are the requests' own.
     """
 
     layer: int
@@ -118,57 +120,69 @@ class PageView(Protocol):
     seeds: Tensor
 
     @property
+    def kv_heads(self) -> int: ...
+
+    @property
     def lengths(self) -> Tensor:
         """int32 [b], tokens of each sequence, the one being decoded included."""
         ...
 
     def digest(self, part: str) -> Tensor:
-        """``[b, P, Hkv, ...]``; rows past a sequence's sealed pages are arbitrary finite or non-finite numbers."""
+        """``[b, P, Hkv, ...]``; rows past a sequence's sealed pages are arbitrary, NaN included."""
         ...
 
     def mass(self, q: Tensor) -> Tensor:
         """Exact softmax mass of each page, fp32 [b, Hkv, P], mean over the query heads of a group. Reads all of K."""
         ...
 
+    def gather(self, selection: Selection) -> tuple[Tensor, Tensor]:
+        """Table int32 [1, b, H, M] and slots int32 [1, b, H] with which a decode kernel reads a selection."""
+        ...
+
 
 @dataclass(frozen=True)
 class Selection:
-    """Pages to read: ``pages`` int32 [b, H, S], ascending, the open page last, and ``counts`` int32 [b, H] of them
+    """Pages to read: ``pages`` int64 [b, H, S], ascending, the open page last, and ``counts`` int64 [b, H] of them
     that are meant. H is Hkv, or 1 where all heads agree. Entries past the count are arbitrary."""
 
     pages: Tensor
     counts: Tensor
 
 
+@dataclass(frozen=True)
+class PagesRead:
+    """Reads of one sequence in one layer: pages of K and V a KV head, and elements a KV head to choose them."""
+
+    pages: int
+    scoring_elements: int
+
+
 class SparseMethod(Protocol):
     """Chooses, per sequence, layer and KV head, the pages that a decoding query reads.
 
-    ``provenance`` is the part of a page key that marks KV shaped by this method. ``digest`` is None if the method
-    scores without one. A method holds no state of a request.
+    ``provenance`` marks the keys of pages whose KV this method has shaped. ``digest`` is None if the method chooses
+    without one. A method holds no state of a request or an engine.
     """
 
-    name: str
-    digest: Digest | None
-
+    @property
+    def name(self) -> str: ...
+    @property
+    def digest(self) -> Digest | None: ...
     @property
     def provenance(self) -> str: ...
 
-    def bind(self, spec: ModelSpec, page_tokens: int) -> None:
-        """Called once by an engine. Raises ValueError if the method cannot serve the model."""
+    def validate(self, spec: ModelSpec, page_tokens: int) -> None:
+        """Raises ValueError if the method cannot serve a model on pages of this size."""
         ...
 
     def select(self, q: Tensor, pages: PageView) -> Selection | None:
         """Pages for ``q [b, Hq, D]``; None reads them all."""
         ...
 
-    def predict(self, tokens: int, layer: int) -> PagesRead:
-        """What one decode step with ``tokens`` in the cache will read in ``layer``, in closed form."""
+    def resolve(self, selection: Selection, pages: PageView) -> tuple[Tensor, Tensor]:
+        """Table and slots (as ``PageView.gather``) of a selection, once its pages are where the kernel can read."""
         ...
 
-
-@dataclass(frozen=True)
-class PagesRead:
-    """Predicted reads of one sequence in one layer: pages of K and V a KV head, and digest elements a KV head."""
-
-    pages: int
-    digest_elements: int
+    def predict(self, tokens: int, layer: int, spec: ModelSpec, page_tokens: int) -> PagesRead:
+        """What one decode step with ``tokens`` in the cache will read in ``layer``, in closed form."""
+        ...

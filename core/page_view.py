@@ -17,7 +17,8 @@ class StepPages:
     """The pages of b sequences of one method, the same for all layers of a step; ``layer`` and ``traits`` move on.
 
     ``table`` int32 [1, b, 1, M], ``slots`` int32 [1, b, 1] and ``q_pos`` int32 [b] are what a dense decode would be
-    given; ``first_units`` int64 [b, P] index the digests.
+    given; ``first_units`` int64 [b, P] index the digests. ``elements_read`` int64 [b] counts what was read to choose,
+    over layers and KV heads.
     """
 
     kv: Tensor
@@ -31,6 +32,7 @@ class StepPages:
     seeds: Tensor
     first_units: Tensor
     parts: Mapping[str, Tensor]
+    elements_read: Tensor
     layer: int = 0
     traits: LayerTraits = LayerTraits(1.0)
 
@@ -39,13 +41,20 @@ class StepPages:
         return self.page_tokens // self.kv.shape[4]
 
     @property
+    def kv_heads(self) -> int:
+        return self.kv.shape[3]
+
+    @property
     def lengths(self) -> Tensor:
         return self.slots[0, :, 0]
 
     def digest(self, part: str) -> Tensor:
-        return self.parts[part][self.first_units, self.layer]
+        store = self.parts[part]
+        self.elements_read += (self.n_pages - 1) * store[0, 0].numel()
+        return store[self.first_units, self.layer]
 
     def mass(self, q: Tensor) -> Tensor:
+        self.elements_read += self.lengths * (self.kv.shape[3] * self.kv.shape[5])
         _, _, mass = ops.decode(
             q, self.kv, self.layer, self.table, self.slots, self.q_pos, None, self.traits.sinks,
             self.traits.scale, 0, self.traits.softcap, True, self.backend,
@@ -53,13 +62,11 @@ class StepPages:
         return mass.unflatten(2, (-1, self.page_units)).sum(3)[:, :, : self.max_pages]
 
     def gather(self, selection: Selection) -> tuple[Tensor, Tensor]:
-        """The table and slots of a selection: int32 [1, b, H, S * page_units] and [1, b, H].
-
-        Selected pages are full but for the open one, which comes last, so the tokens fill the first ``slots``
+        """Selected pages are full but for the open one, which comes last, so the tokens fill the first ``slots``
         without gaps.
         """
         offsets = torch.arange(self.page_units, device=self.kv.device)
-        units = selection.pages.long().clamp(0)[..., None] * self.page_units + offsets  # [b, H, S, page_units]
+        units = selection.pages[..., None] * self.page_units + offsets  # [b, H, S, page_units]
         heads = selection.pages.shape[1]
         table = self.table[0].expand(-1, heads, -1).gather(2, units.flatten(2))
         open_page = self.lengths - (self.n_pages - 1) * self.page_tokens

@@ -1,0 +1,63 @@
+"""The byte cost of decoding, in closed form: what a run will read, known before it runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from octavo.core.interfaces import ModelSpec, SparseMethod
+
+
+@dataclass(frozen=True)
+class DecodeCost:
+    """Bytes that ``steps`` decode steps of one sequence read from the pool, and from digests to choose (over all
+    layers and KV heads)."""
+
+    steps: int
+    kv_bytes: int
+    digest_bytes: int
+
+    @property
+    def kv_bytes_per_token(self) -> float:
+        """Bytes of K and V a decoded token; 0.0 if nothing was decoded."""
+        return self.kv_bytes / self.steps if self.steps else 0.0
+
+
+def predict_decode(
+    spec: ModelSpec,
+    method: SparseMethod | None,
+    *,
+    prompt_tokens: int,
+    new_tokens: int,
+    page_tokens: int,
+    unit_tokens: int,
+    itemsize: int,
+) -> DecodeCost:
+    """Cost of generating ``new_tokens`` after a prompt.
+
+    The first new token comes out of the prompt's last position, so there are ``new_tokens - 1`` decode steps, with
+    ``prompt_tokens + 1, prompt_tokens + 2, ...`` tokens in the cache. A layer with a window reads the units that its
+    window touches; a dense layer reads ceil(tokens / unit) units; a sparse layer reads the pages that its method
+    predicts, the last of which is open and counts its filled units only.
+    """
+    units = elements = 0
+    for tokens in range(prompt_tokens + 1, prompt_tokens + new_tokens):
+        for layer, window in enumerate(spec.windows):
+            if window or method is None:
+                units += dense_units(tokens, window, unit_tokens)
+                continue
+            read = method.predict(tokens, layer, spec, page_tokens)
+            open_tokens = (tokens - 1) % page_tokens + 1
+            units += (read.pages - 1) * (page_tokens // unit_tokens) + -(-open_tokens // unit_tokens)
+            elements += read.scoring_elements
+    unit_bytes = 2 * unit_tokens * spec.head_dim * itemsize
+    return DecodeCost(
+        steps=max(0, new_tokens - 1),
+        kv_bytes=units * spec.kv_heads * unit_bytes,
+        digest_bytes=elements * spec.kv_heads * itemsize,
+    )
+
+
+def dense_units(tokens: int, window: int, unit_tokens: int) -> int:
+    """Units of one KV head that a query sees, itself included, with ``tokens`` in the cache."""
+    first = max(0, tokens - window) // unit_tokens if window else 0
+    return -(-tokens // unit_tokens) - first

@@ -1,0 +1,24 @@
+"""Digests: small pure functions of a sealed page."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class MinMax:
+    """Elementwise minimum and maximum of a page's keys: the box that holds them (Quest, arXiv 2406.10774, section 3.2).
+
+    Two vectors a page and KV head: 1 / page_tokens of the page's own bytes.
+    """
+
+    @property
+    def provenance(self) -> str:
+        return repr(self)
+
+    def spec(self, page_tokens: int, kv_heads: int, head_dim: int) -> Mapping[str, tuple[int, ...]]:
+        return {"min": (kv_heads, head_dim), "max": (kv_heads, head_dim)}
+
+    def compute(self, k: Tensor, v: Tensor) -> Mapping[str, Tensor]:
+        return {"min": k.amin(2), "max": k.amax(2)}

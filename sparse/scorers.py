@@ -1,0 +1,96 @@
+"""Scorers: what a page is worth to a query. Each is one piece of maths with its source."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from octavo.core.interfaces import ModelSpec, PageView
+
+NO_PARTS: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class UpperBound:
+    """The largest dot product that any key in a page's min-max box could have with the query (Quest, arXiv
+    2406.10774, section 3.3): sum_d max(q_d min_d, q_d max_d) = relu(q) . max + min(q, 0) . min.
+
+    ``group`` reduces over the query heads of a KV head: "max" of the bounds, or "mean" of their softmax over pages.
+    """
+
+    group: Literal["max", "mean"] = "max"
+
+    @property
+    def parts(self) -> frozenset[str]:
+        return frozenset({"min", "max"})
+
+    def score(self, q: Tensor, pages: PageView) -> Tensor:
+        low, high = pages.digest("min").float(), pages.digest("max").float()  # [b, P, Hkv, D]
+        q = q.float().unflatten(1, (low.shape[2], -1))  # [b, Hkv, g, D]
+        bound = torch.einsum("bhgd,bphd->bhgp", q.clamp(min=0), high) + torch.einsum("bhgd,bphd->bhgp", q.clamp(max=0), low)
+        if self.group == "max":
+            return bound.amax(2)
+        sealed = torch.arange(pages.max_pages, device=q.device) < (pages.n_pages - 1)[:, None]  # [b, P]
+        return (bound * pages.traits.scale).where(sealed[:, None, None], -torch.inf).softmax(3).mean(2)
+
+    def elements(self, tokens: int, spec: ModelSpec, page_tokens: int) -> int:
+        return (tokens - 1) // page_tokens * 2 * spec.head_dim
+
+
+@dataclass(frozen=True)
+class TrueMass:
+    """The softmax mass that dense attention puts on each page: the upper bar of every comparison. It reads all of K,
+    so it saves nothing."""
+
+    @property
+    def parts(self) -> frozenset[str]:
+        return NO_PARTS
+
+    def score(self, q: Tensor, pages: PageView) -> Tensor:
+        return pages.mass(q)
+
+    def elements(self, tokens: int, spec: ModelSpec, page_tokens: int) -> int:
+        return tokens * spec.head_dim
+
+
+@dataclass(frozen=True)
+class Recency:
+    """The later page is worth more, the same for all heads: with sinks kept, the window of StreamingLLM (arXiv
+    2309.17453) on pages. Keys keep their original positions; the paper renumbers them inside the window."""
+
+    @property
+    def parts(self) -> frozenset[str]:
+        return NO_PARTS
+
+    def score(self, q: Tensor, pages: PageView) -> Tensor:
+        page = torch.arange(pages.max_pages, device=q.device, dtype=torch.float32)
+        return page.expand(len(q), 1, -1)
+
+    def elements(self, tokens: int, spec: ModelSpec, page_tokens: int) -> int:
+        return 0
+
+
+@dataclass(frozen=True)
+class Random:
+    """A fresh random order of pages for each step, layer and KV head: the lower bar of every comparison.
+
+    A hash of (request seed, length, layer, head, page), so it does not depend on batch mates or preemption.
+    """
+
+    @property
+    def parts(self) -> frozenset[str]:
+        return NO_PARTS
+
+    def score(self, q: Tensor, pages: PageView) -> Tensor:
+        kv_heads = pages.kv_heads
+        page = torch.arange(pages.max_pages, device=q.device)
+        head = torch.arange(kv_heads, device=q.device)[:, None]
+        start = pages.seeds + (pages.lengths.long() << 40) + (pages.layer << 32)
+        x = start[:, None, None] + (head << 24) + page  # [b, Hkv, P]
+        for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):  # SplitMix64 finaliser
+            x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * factor
+        return (x & 0xFFFFFF).float()
+
+    def elements(self, tokens: int, spec: ModelSpec, page_tokens: int) -> int:
+        return 0
