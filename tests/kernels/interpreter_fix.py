@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
+INDEX_BROKEN = tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 8)
+
 _dot = interpreter.InterpreterBuilder.create_dot
 _convert = interpreter._convert_float
 _patch_tensor = interpreter._patch_lang_tensor
@@ -76,7 +78,8 @@ def install() -> None:
     """Repair the interpreter; call it before the first kernel runs."""
     interpreter.InterpreterBuilder.create_dot = _dot_of_values
     interpreter._convert_float = _rounding_convert
-    interpreter._patch_lang_tensor = _patch_tensor_index
+    if INDEX_BROKEN:
+        interpreter._patch_lang_tensor = _patch_tensor_index
 
 
 def uninstall() -> None:
