@@ -138,4 +138,6 @@ def check_tables(tables: Iterable[BlockTable], pool: PagePool) -> None:
         np.add.at(refs, leaf.pages, 1)
     if not np.array_equal(refs, pool.refs):
         wrong = np.flatnonzero(refs != pool.refs)
-        raise AssertionError(f"pages {wrong.tolist()} count {pool.refs[wrong].tolist()} leaves, {refs[wrong].tolist()} list them")
+        raise AssertionError(
+            f"pages {wrong.tolist()} count {pool.refs[wrong].tolist()} leaves, {refs[wrong].tolist()} list them"
+        )

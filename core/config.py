@@ -67,7 +67,9 @@ class EngineConfig:
         if not 0.0 < self.memory_fraction <= 1.0:
             raise ValueError(f"memory_fraction must be in (0, 1], got {self.memory_fraction}")
         if self.page_tokens is not None and self.page_policies is not None and "text" in self.page_policies:
-            raise ValueError(f'page_tokens={self.page_tokens} and page_policies["text"] both set the text page; give one')
+            raise ValueError(
+                f'page_tokens={self.page_tokens} and page_policies["text"] both set the text page; give one'
+            )
         for kind, policy in (self.page_policies or {}).items():
             if kind not in ("text", "image"):
                 raise ValueError(f"page_policies: unknown segment kind {kind!r}; {closest(kind, ['text', 'image'])}")

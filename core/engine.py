@@ -14,7 +14,7 @@ from octavo.core.batch import Row, StepRunner
 from octavo.core.block_table import check_tables
 from octavo.core.config import EngineConfig, SamplingParams
 from octavo.core.detokenizer import Detokenizer
-from octavo.core.errors import BatchError, CapacityError
+from octavo.core.errors import BatchError
 from octavo.core.hf_model import HFModel, load
 from octavo.core.interfaces import ModelSpec, SegmentEncoder, SparseMethod
 from octavo.core.outputs import Completion, EngineStats, Sample, StepOutput
@@ -59,7 +59,9 @@ class Engine:
         encoders: Mapping[str, SegmentEncoder] | None = None,
     ) -> None:
         if encoders:
-            raise ValueError(f"encoders for {sorted(encoders)} were given, but segments other than text are not built yet")
+            raise ValueError(
+                f"encoders for {sorted(encoders)} were given, but segments other than text are not built yet"
+            )
         self.config = config or EngineConfig()
         self.tokenizer = tokenizer
         self._model = HFModel(model)
@@ -126,7 +128,9 @@ class Engine:
         prompts = [prompts] if isinstance(prompts, str) else list(prompts)
         each = [params or SamplingParams()] * len(prompts) if not isinstance(params, Sequence) else list(params)
         if len(each) != len(prompts):
-            raise ValueError(f"{len(prompts)} prompts came with {len(each)} sampling parameters; give one, or one a prompt")
+            raise ValueError(
+                f"{len(prompts)} prompts came with {len(each)} sampling parameters; give one, or one a prompt"
+            )
         errors: dict[int, Exception] = {}
         ids: dict[str, int] = {}
         for index, (prompt, one) in enumerate(zip(prompts, each, strict=True)):
@@ -171,17 +175,16 @@ class Engine:
 
     def step(self) -> list[StepOutput]:
         """One forward pass for whoever is next, and the news it brings."""
-        news, self._undelivered = self._undelivered, []
         plan = self._scheduler.schedule()
-        for sequence in plan.stranded:
-            news.append(self._finish(sequence, "capacity"))
-        if plan.chunks:
-            logits, rows = self._runner.run(plan, self._scheduler)
+        self._undelivered += [self._finish(sequence, "capacity") for sequence in plan.stranded]
+        computed = self._runner.run(plan, self._scheduler) if plan.chunks else None
+        news, self._undelivered = self._undelivered, []  # not before: a pass that fails must not lose them
+        if computed is not None:
             self._steps += 1
             for chunk in plan.chunks:
                 chunk.sequence.computed = chunk.end
                 self._publish(chunk.sequence)
-            news += self._read_logits(logits, rows)
+            news += self._read_logits(*computed)
         elif self._requests and not plan.stranded and not news:
             raise RuntimeError(f"no progress is possible: {self._describe_queues()}")
         return news
@@ -233,9 +236,7 @@ class Engine:
         """
         return self.score_many([(prompt, target, method)])[0]
 
-    def score_many(
-        self, items: Sequence[tuple[Prompt, str | list[int], SparseMethod | None]]
-    ) -> list[list[float]]:
+    def score_many(self, items: Sequence[tuple[Prompt, str | list[int], SparseMethod | None]]) -> list[list[float]]:
         """``score`` for several (prompt, target, method) at once, batched."""
         requests = []
         for prompt, target, method in items:
@@ -307,7 +308,9 @@ class Engine:
         for sequence in holders:
             for page, node in zip(sequence.table.pages(0, len(sequence.nodes)).tolist(), sequence.nodes, strict=True):
                 if page in self._pool.index and self._pool.index.node(page) != node:
-                    raise AssertionError(f"page {page} of {sequence.request.request_id!r} is indexed for another prefix")
+                    raise AssertionError(
+                        f"page {page} of {sequence.request.request_id!r} is indexed for another prefix"
+                    )
 
     def _new_request(
         self,
@@ -339,7 +342,9 @@ class Engine:
         if method is not None:
             method.validate(self.spec, self.config.text_page_tokens)
         arrival = self._arrivals
-        self._arrivals += 1
+        while request_id is None and f"request-{arrival}" in self._requests:
+            arrival += 1
+        self._arrivals = arrival + 1
         return Request(
             request_id=f"request-{arrival}" if request_id is None else request_id,
             prompt=prompt,
@@ -356,9 +361,7 @@ class Engine:
         request.sequences.append(sequence)
         self._requests[request.request_id] = request
         if self.tokenizer is not None and not sequence.forced:
-            sequence.detokenizer = Detokenizer(
-                self.tokenizer, tuple(request.params.stop), request.params.include_stop
-            )
+            sequence.detokenizer = Detokenizer(self.tokenizer, tuple(request.params.stop), request.params.include_stop)
 
     def _publish(self, sequence: TokenSequence) -> None:
         """Make the pages that a step has filled findable."""

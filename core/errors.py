@@ -27,7 +27,8 @@ class BatchError(ValueError):
     def __init__(self, completions: list[Completion | None], errors: dict[int, Exception]) -> None:
         lines = [f"prompt {index}: {error}" for index, error in sorted(errors.items())]
         super().__init__(
-            f"{len(errors)} of {len(completions)} prompts were refused, the rest are in .completions; " + "; ".join(lines)
+            f"{len(errors)} of {len(completions)} prompts were refused, the rest are in .completions; "
+            + "; ".join(lines)
         )
         self.completions = completions
         self.errors = errors

@@ -33,13 +33,15 @@ def load(path: str, dtype: str | torch.dtype, device: str) -> tuple[nn.Module, A
     """
     target = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
         tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
-        looked = f"folder {Path(path).resolve()}" if Path(path).exists() else f"{path!r} (no such folder; taken as a hub id)"
+        looked = (
+            f"folder {Path(path).resolve()}" if Path(path).exists() else f"{path!r} (no such folder; taken as a hub id)"
+        )
         raise ValueError(f"no causal language model could be loaded from {looked}: {error}") from error
     if dtype == "auto" and target == "cpu" and not _cpu_has_bf16():
-        model = model.float()
+        model = model.to(torch.float32)
     return model.to(target).eval(), tokenizer
 
 
@@ -110,7 +112,9 @@ class HFModel:
             raise UnsupportedModelError(f"{name} has attention layers of different shapes: {sorted(set(probe.shapes))}")
         q_heads, kv_heads, k_dim, v_dim = probe.shapes[0]
         if k_dim != v_dim:
-            raise UnsupportedModelError(f"{name} has keys of {k_dim} and values of {v_dim} elements a head; they must agree")
+            raise UnsupportedModelError(
+                f"{name} has keys of {k_dim} and values of {v_dim} elements a head; they must agree"
+            )
         if q_heads % kv_heads:
             raise UnsupportedModelError(f"{name}: {q_heads} query heads are no multiple of {kv_heads} KV heads")
         return ModelSpec(
@@ -155,7 +159,9 @@ class _Probe:
 
 def _attention_configs(model: nn.Module) -> list[Any]:
     """Every distinct config object in the model that names an attention implementation."""
-    found = {id(m.config): m.config for m in model.modules() if hasattr(getattr(m, "config", None), "_attn_implementation")}
+    found = {
+        id(m.config): m.config for m in model.modules() if hasattr(getattr(m, "config", None), "_attn_implementation")
+    }
     return list(found.values())
 
 
@@ -164,7 +170,9 @@ def _refuse_unsupported(config: Any, name: str) -> None:
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(f"{name} is an encoder-decoder; octavo serves causal decoders")
     if getattr(text, "attention_chunk_size", None):
-        raise UnsupportedModelError(f"{name} attends in chunks of {text.attention_chunk_size}, which octavo cannot mask yet")
+        raise UnsupportedModelError(
+            f"{name} attends in chunks of {text.attention_chunk_size}, which octavo cannot mask yet"
+        )
     if getattr(text, "use_bidirectional_attention", False):
         raise UnsupportedModelError(f"{name} attends in both directions; octavo serves causal models")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ class StepPages:
     parts: Mapping[str, Tensor]
     elements_read: Tensor
     layer: int = 0
-    traits: LayerTraits = LayerTraits(1.0)
+    traits: LayerTraits = field(default_factory=lambda: LayerTraits(1.0))
 
     @property
     def page_units(self) -> int:
@@ -59,7 +59,8 @@ class StepPages:
             q, self.kv, self.layer, self.table, self.slots, self.q_pos, None, self.traits.sinks,
             self.traits.scale, 0, self.traits.softcap, True, self.backend,
         )  # fmt: skip
-        return mass.unflatten(2, (-1, self.page_units)).sum(3)[:, :, : self.max_pages]
+        pages: Tensor = mass.unflatten(2, (-1, self.page_units)).sum(3)[:, :, : self.max_pages]
+        return pages
 
     def gather(self, selection: Selection) -> tuple[Tensor, Tensor]:
         """Selected pages are full but for the open one, which comes last, so the tokens fill the first ``slots``

@@ -87,9 +87,7 @@ class PrefixCache:
     def node(self, page: int) -> NodeId:
         return NodeId(int(self._node[page]))
 
-    def publish(
-        self, page: int, key: PageKey, parent: NodeId, tokens: NDArray[np.int32], provenance: str
-    ) -> NodeId:
+    def publish(self, page: int, key: PageKey, parent: NodeId, tokens: NDArray[np.int32], provenance: str) -> NodeId:
         """Make a computed page findable; gives the node it holds. Precondition: it is not findable yet."""
         assert page not in self._key, f"page {page} is published already"
         twin = self.find(key, parent, tokens, provenance)

@@ -30,9 +30,13 @@ class PromptReader:
             else:
                 ids = [self._token(token) for token in prompt]
         else:
-            raise ValueError(f"a prompt is a string or a list of token ids, got {type(prompt).__name__}: {prompt!r:.80}")
+            raise ValueError(
+                f"a prompt is a string or a list of token ids, got {type(prompt).__name__}: {prompt!r:.80}"
+            )
         if not ids:
-            raise ValueError(f"the {'text' if continues else 'prompt'} is empty: {prompt!r:.80}; at least one token is needed")
+            raise ValueError(
+                f"the {'text' if continues else 'prompt'} is empty: {prompt!r:.80}; at least one token is needed"
+            )
         return ids
 
     def _encode(self, text: str, continues: bool) -> list[int]:
@@ -51,5 +55,7 @@ class PromptReader:
 
 def _text(part: Any) -> str:
     if not isinstance(part, str):
-        raise ValueError(f"a prompt part of type {type(part).__name__} needs an encoder, and the engine serves text only")
+        raise ValueError(
+            f"a prompt part of type {type(part).__name__} needs an encoder, and the engine serves text only"
+        )
     return part

@@ -16,7 +16,7 @@ _MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
-def uniform(seeds: NDArray[np.uint64], draws: NDArray[np.uint64]) -> NDArray[np.float64]:
+def uniform(seeds: NDArray[np.uint64], draws: NDArray[np.uint64]) -> NDArray[np.floating]:
     """The ``draws``-th number in [0, 1) of each seed's stream.
 
     Counter-based (the finaliser of SplitMix64, Steele et al., OOPSLA 2014, applied to the seed and then to the
@@ -60,7 +60,9 @@ def sample(logits: Tensor, sequences: list[Sequence], eos_token_ids: frozenset[i
     if raw is None:
         return Drawn(tokens, [None] * len(tokens))
     rows_wanted = [row for row, k in enumerate(wanted) if k is not None]
-    entries = token_logprobs(raw[rows_wanted], [tokens[row] for row in rows_wanted], [wanted[r] or 0 for r in rows_wanted])
+    entries = token_logprobs(
+        raw[rows_wanted], [tokens[row] for row in rows_wanted], [wanted[r] or 0 for r in rows_wanted]
+    )
     by_row = dict(zip(rows_wanted, entries, strict=True))
     return Drawn(tokens, [by_row.get(row) for row in range(len(tokens))])
 

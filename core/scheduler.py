@@ -43,9 +43,9 @@ class StepPlan:
 class Scheduler:
     """Owns the queues::
 
-        waiting   no pages, no row
-        running   pages, and a place among ``max_seqs``
-        parked    pages, but nothing to compute: idle sessions, whose pages go before anybody is preempted
+    waiting   no pages, no row
+    running   pages, and a place among ``max_seqs``
+    parked    pages, but nothing to compute: idle sessions, whose pages go before anybody is preempted
     """
 
     def __init__(self, config: EngineConfig, pool: PagePool) -> None:
@@ -69,35 +69,47 @@ class Scheduler:
         them forward: a whole prompt, a chunk of one, what a prefix hit left over, one decoded token, or everything
         again after a preemption are all "the next ``count`` tokens".
 
-        1. Running sequences first: by priority, then by who was served least recently, then by arrival. One that
-           cannot get its pages takes those of parked sequences, then preempts the running sequence of least worth
-           (lowest priority, then latest arrival), whose chunk leaves the plan if it had one. If it is itself the one
-           of least worth, it goes back to waiting.
-        2. Then waiting sequences: by priority, then by arrival. Admission is a transaction: the pages of a prefix
-           hit, which may have to be taken from the idle ones, and the pages of the first chunk are added up, and
-           only if all of them can be had is anything changed. The first sequence that does not fit ends admission,
-           so that nobody overtakes it for ever. A sequence whose next prefix page is just being computed by a
-           running one of no lower priority is passed over: soon it will find that page.
-        3. The running sequence of most worth always gets its pages, so every step makes progress. One that is alone
-           and does not fit is ``stranded``, and the engine ends it.
+        Highest priority first, and within a priority:
+
+        1. Running sequences: by who was served least recently, then by arrival. One that cannot get its pages takes
+           those of parked sequences, then preempts the running sequence of least worth (lowest priority, then latest
+           arrival), whose chunk leaves the plan if it had one. If it is itself the one of least worth, it goes back
+           to waiting.
+        2. Then waiting sequences, by arrival. Admission is a transaction: the pages of a prefix hit, which may have
+           to be taken from the idle ones, and the pages of the first chunk are added up, and only if all of them can
+           be had is anything changed. The first sequence that does not fit ends admission, so that nobody overtakes
+           it for ever; so does one that was preempted in this step. A sequence whose next prefix page is just being
+           computed by a running one of no lower priority is passed over: soon it will find that page.
+
+        The running sequence of most worth always gets its pages, so every step makes progress. One that is alone and
+        does not fit is ``stranded``, and the engine ends it.
         """
         self._step += 1
         plan = StepPlan()
-        for sequence in sorted(self.running, key=lambda s: (-s.request.priority, s.served_at, *_age(s))):
-            count = min(sequence.chunk_limit(), self._config.step_tokens - plan.tokens)
-            if count > 0 and sequence not in plan.preempted:
-                self._serve(sequence, count, plan)
-        for sequence in sorted(self.waiting, key=lambda s: (-s.request.priority, *_age(s))):
-            if plan.tokens >= self._config.step_tokens or sequence in plan.preempted:
+        waiting = set(self.waiting)
+        admitting = True
+
+        def turn(s: Sequence) -> tuple[int, ...]:
+            return -s.request.priority, s in waiting, 0 if s in waiting else s.served_at, *_age(s)
+
+        for sequence in sorted([*self.running, *self.waiting], key=turn):
+            left = self._config.step_tokens - plan.tokens
+            if left <= 0:
                 break
+            if sequence not in waiting:
+                count = min(sequence.chunk_limit(), left)
+                if count > 0 and sequence not in plan.preempted:
+                    self._serve(sequence, count, plan)
+                continue
+            if not admitting or any(_worth(other) < _worth(sequence) for other in plan.preempted):
+                continue
             match = match_prefix(sequence, self._pool.index, self._page_tokens)
             owner = self._computing.get(match.missing) if match.missing else None
             if owner is not None and owner.request.priority >= sequence.request.priority:
                 continue
-            if not self._admit(sequence, match, plan):
-                if not self.running and not plan.chunks:
-                    plan.stranded.append(sequence)
-                break
+            admitting = self._admit(sequence, match, plan)
+            if not admitting and not self.running and not plan.chunks:
+                plan.stranded.append(sequence)
         self.running_peak = max(self.running_peak, len(self.running))
         return plan
 
@@ -197,8 +209,9 @@ class Scheduler:
         self.waiting.remove(sequence)
         self.running.append(sequence)
         self._place(sequence, count, plan)
-        for key in sequence.keys(sequence.goal // self._page_tokens, self._page_tokens)[len(match.pages) :]:
-            self._computing.setdefault(key, sequence)
+        if self._config.prefix_cache:
+            for key in sequence.keys(sequence.goal // self._page_tokens, self._page_tokens)[len(match.pages) :]:
+                self._computing.setdefault(key, sequence)
         if sequence.request.cached_tokens is None:
             sequence.request.cached_tokens = hit_tokens
         self.hit_tokens += hit_tokens

@@ -22,7 +22,7 @@ def max_tokens(config: EngineConfig, spec: ModelSpec) -> int:
         return spec.max_tokens
     if config.max_model_tokens > spec.max_tokens:
         raise ValueError(
-            f"max_model_tokens={config.max_model_tokens} is more than the {spec.max_tokens} positions that {spec.name} has"
+            f"max_model_tokens={config.max_model_tokens} is more than the {spec.max_tokens} positions of {spec.name}"
         )
     return config.max_model_tokens
 
@@ -48,9 +48,7 @@ def kv_dtype(config: EngineConfig, spec: ModelSpec) -> torch.dtype:
     return dtype
 
 
-def pool_pages(
-    config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, longest: int, device: torch.device
-) -> int:
+def pool_pages(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, longest: int, device: torch.device) -> int:
     """Text pages of the pool: what was asked for, or what the memory share and ``max_seqs`` sequences can use."""
     page_tokens = config.text_page_tokens
     if config.pool_tokens is not None:
@@ -59,8 +57,14 @@ def pool_pages(
     if device.type == "cuda":
         memory = int(torch.cuda.mem_get_info(device)[0] * config.memory_fraction)
     else:
-        memory = min(CPU_POOL_BYTES, int(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * config.memory_fraction))
-    pages = min(memory // page_bytes, config.max_seqs * -(-longest // page_tokens), MAX_UNITS // (page_tokens // config.unit_tokens) - 1)
+        memory = min(
+            CPU_POOL_BYTES, int(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * config.memory_fraction)
+        )
+    pages = min(
+        memory // page_bytes,
+        config.max_seqs * -(-longest // page_tokens),
+        MAX_UNITS // (page_tokens // config.unit_tokens) - 1,
+    )
     if pages < 1:
         raise ValueError(
             f"a page of {page_tokens} tokens takes {page_bytes} bytes and memory_fraction={config.memory_fraction} "
@@ -86,13 +90,13 @@ def check_fits(config: EngineConfig, prompt: int, required: int, longest: int, p
     """
     if prompt + required > longest:
         raise CapacityError(
-            f"a prompt of {prompt} tokens and {required} new ones are {prompt + required} tokens, and a sequence may have "
-            f"{longest}; shorten the prompt or raise max_model_tokens"
+            f"a prompt of {prompt} tokens and {required} new ones are {prompt + required} tokens, and a sequence "
+            f"may have {longest}; shorten the prompt or raise max_model_tokens"
         )
     page_tokens = config.text_page_tokens
     pages = -(-(prompt + required - 1) // page_tokens)
     if pages > pool.total_pages:
         raise CapacityError(
-            f"a prompt of {prompt} tokens and {required} new ones need {pages} pages of {page_tokens} tokens, and the pool "
-            f"has {pool.total_pages}; raise pool_tokens to at least {pages * page_tokens}"
+            f"a prompt of {prompt} tokens and {required} new ones need {pages} pages of {page_tokens} tokens, and the "
+            f"pool has {pool.total_pages}; raise pool_tokens to at least {pages * page_tokens}"
         )

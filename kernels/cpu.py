@@ -116,7 +116,9 @@ def prefill(
             scores.masked_fill_(~seen[0][:, None], -torch.inf)
             probs, row_lse = _softmax(scores, None if sinks is None else sinks.float().view(heads, group, 1))
             values = probs.to(part.values.dtype).view(1, heads, group * (stop - start), -1) @ part.values
-            out[start:stop] = values.to(q.dtype).view(heads, group, -1, dim).permute(2, 0, 1, 3).reshape(-1, q_heads, dim)
+            out[start:stop] = (
+                values.to(q.dtype).view(heads, group, -1, dim).permute(2, 0, 1, 3).reshape(-1, q_heads, dim)
+            )
             lse[start:stop] = row_lse.view(q_heads, -1).T
     return out, lse
 
@@ -126,7 +128,14 @@ class _Context:
     (``held`` bool [b, H, S], None: all of them) at which positions (int64 [b or 1, H, S])."""
 
     def __init__(
-        self, pool: Tensor, layer: int, table: Tensor, lengths: Tensor, starts: Tensor | None, rows: list[int], longest: int
+        self,
+        pool: Tensor,
+        layer: int,
+        table: Tensor,
+        lengths: Tensor,
+        starts: Tensor | None,
+        rows: list[int],
+        longest: int,
     ) -> None:
         _, layers, _, heads, unit_tokens, dim = pool.shape
         used = -(-longest // unit_tokens)
@@ -139,7 +148,9 @@ class _Context:
         held = (slot < lengths[rows][..., None]) & (offset < entry_valid(entries).repeat_interleave(unit_tokens, 2))
         self.held = None if held.all() else held
         self.logical = starts is None
-        self.positions = slot[None, None] if starts is None else starts[rows, :, :used].repeat_interleave(unit_tokens, 2) + offset
+        self.positions = (
+            slot[None, None] if starts is None else starts[rows, :, :used].repeat_interleave(unit_tokens, 2) + offset
+        )
 
     def clear_unheld(self) -> None:
         """Zeros instead of whatever lies in empty slots: a weight of zero does not hide a NaN."""
@@ -173,7 +184,11 @@ def _behind_window(
     reach = min(table.shape[2], -(-window // unit_tokens) + 1)
     entry = first[:, None] + torch.arange(reach)  # [B, reach]
     picked = table.gather(2, entry.clamp(max=table.shape[2] - 1)[:, None].expand(-1, table.shape[1], -1))
-    return picked, (lengths - first[:, None] * unit_tokens).clamp(0, reach * unit_tokens), (entry * unit_tokens)[:, None]
+    return (
+        picked,
+        (lengths - first[:, None] * unit_tokens).clamp(0, reach * unit_tokens),
+        (entry * unit_tokens)[:, None],
+    )
 
 
 def _of_layer(x: Tensor, layer: int) -> Tensor:

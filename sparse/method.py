@@ -49,16 +49,22 @@ class Method:
     def validate(self, spec: ModelSpec, page_tokens: int) -> None:
         outside = [layer for layer in self.dense_layers if not 0 <= layer < spec.layers]
         if outside:
-            raise ValueError(f"{self.name}: dense_layers {outside} are not among the {spec.layers} layers of {spec.name}")
-        missing = self.scorer.parts - set(self.digest.spec(page_tokens, spec.kv_heads, spec.head_dim) if self.digest else ())
+            raise ValueError(
+                f"{self.name}: dense_layers {outside} are not among the {spec.layers} layers of {spec.name}"
+            )
+        missing = self.scorer.parts - set(
+            self.digest.spec(page_tokens, spec.kv_heads, spec.head_dim) if self.digest else ()
+        )
         if missing:
-            raise ValueError(f"{self.name}: {self.scorer} needs digest parts {sorted(missing)}, and {self.digest} has none of them")
+            raise ValueError(
+                f"{self.name}: {self.scorer} needs digest parts {sorted(missing)}, and {self.digest} has none of them"
+            )
         kept = self.keep.pages(page_tokens)
         least = min(self.budget.max_pages(layer, page_tokens) for layer in range(spec.layers))
         if kept > least:
             raise ValueError(
-                f"{self.name}: {self.keep} always reads {kept} pages of {page_tokens} tokens, but the budget is {least} "
-                f"pages; raise it to at least {kept * page_tokens} tokens or keep less"
+                f"{self.name}: {self.keep} always reads {kept} pages of {page_tokens} tokens, but the budget is "
+                f"{least} pages; raise it to at least {kept * page_tokens} tokens or keep less"
             )
 
     def select(self, q: Tensor, pages: PageView) -> Selection | None:

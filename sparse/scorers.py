@@ -28,7 +28,9 @@ class UpperBound:
     def score(self, q: Tensor, pages: PageView) -> Tensor:
         low, high = pages.digest("min").float(), pages.digest("max").float()  # [b, P, Hkv, D]
         q = q.float().unflatten(1, (low.shape[2], -1))  # [b, Hkv, g, D]
-        bound = torch.einsum("bhgd,bphd->bhgp", q.clamp(min=0), high) + torch.einsum("bhgd,bphd->bhgp", q.clamp(max=0), low)
+        bound = torch.einsum("bhgd,bphd->bhgp", q.clamp(min=0), high) + torch.einsum(
+            "bhgd,bphd->bhgp", q.clamp(max=0), low
+        )
         if self.group == "max":
             return bound.amax(2)
         sealed = torch.arange(pages.max_pages, device=q.device) < (pages.n_pages - 1)[:, None]  # [b, P]
