@@ -13,9 +13,10 @@ import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from rich.progress import track
+
 from octavo.scripts.paths import cache_dir
 from octavo.scripts.tasks.sources import Source, read_sources
-from rich.progress import track
 
 Download = Callable[[Source, Path], None]  # puts source.wheel into a folder
 

@@ -6,19 +6,22 @@
 import argparse
 import gzip
 import random
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from octavo.scripts.paths import cache_dir
-from octavo.scripts.tasks.items import CodeItem, Tokenizer, dump_items, leaks, prompt_text, sha256
-from octavo.scripts.tasks.mining import Candidate, Module, candidates, import_lines, parse_project, related_files
-from octavo.scripts.tasks.sources import DATA, Source, python_files, read_sources
 from rich.progress import track
 
+from octavo.scripts.paths import cache_dir
+from octavo.scripts.tasks.items import CodeItem, Tokenizer, dump_items, leaks, prompt_text, sha256
+from octavo.scripts.tasks.metrics import identifiers
+from octavo.scripts.tasks.mining import Candidate, Module, candidates, import_lines, parse_project, related_files
+from octavo.scripts.tasks.sources import DATA, Source, python_files, read_sources
+
 # Short prompts first, so that a small limit is quick; the five long ones fill a window of 8,192 tokens, less 40 for
-# the answer and up to 30 for a gold line to be scored. Mean of the first 24: about 3,400.
+# the answer and up to 20 for a gold line to be scored. Mean of the first 24: about 3,400.
 TARGETS = (
     *(1000, 1100, 1200, 1300, 1400, 1500, 7700, 1700, 1900, 2100, 2300, 7900),
     *(2500, 2700, 2900, 3100, 8000, 2200, 3300, 3500, 8100, 3800, 4200, 5000),
@@ -34,7 +37,7 @@ class BuildSpec:
     shortfall: float = 0.02  # share of its target that a prompt may fall short of
     max_in_file: float = 0.5  # share of its target that the in-file code may take
     in_file_lines: int = 40  # code kept before the gold line, besides the file's imports
-    max_gold_tokens: int = 30
+    max_gold_tokens: int = 20
 
 
 def build_items(
@@ -94,7 +97,10 @@ def _pack(
     tokenizer: Tokenizer,
     spec: BuildSpec,
 ) -> CodeItem | None:
-    """The candidate with as much cross-file code as `target` allows; None if that is too little, or leaks the gold.
+    """The candidate with as much cross-file code as `target` allows, or None.
+
+    None if that is too little, if the prompt leaks the gold line, or if it lacks one of its identifiers: reading, not
+    guessing, is what the task is about.
 
     Files enter whole, the most relevant first and empty ones left out, until one does not fit. Of that one as many
     lines enter as fit: from the definition on if it is the defining file, else from the top. Nothing enters after it.
@@ -134,6 +140,8 @@ def _pack(
     prompt = prompt_text(item)
     tokens = len(tokenizer.encode(prompt))
     if tokens < (1 - spec.shortfall) * target or not item.context or leaks(item.gold, prompt):
+        return None
+    if not set(identifiers(item.gold, "python")) <= set(re.findall(r"\w+", prompt)):
         return None
     return replace(item, tokens=tokens, prompt_sha256=sha256(prompt))
 

@@ -18,8 +18,9 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from itertools import accumulate
 
-from octavo.scripts.tasks.keywords import KEYWORDS
 from rapidfuzz import fuzz
+
+from octavo.scripts.tasks.keywords import KEYWORDS
 
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"' + r"|'(?:[^'\\]|\\.)*'", re.DOTALL)
 _BLOCK_COMMENT = {"python": (('"""', "'''"), ('"""', "'''"), "#"), "java": (("/*",), ("*/",), "//")}

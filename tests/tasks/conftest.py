@@ -1,6 +1,7 @@
 import re
 
 import pytest
+
 from octavo.scripts.tasks.sources import Source
 
 
@@ -47,8 +48,8 @@ TOY_FILES = {
         "\n"
         "\n"
         "def outline(width):\n"
-        "    total = width + 1\n"
-        "    box = Box(scale(total))\n"
+        "    box = width + 1\n"
+        "    box = Box(scale(box))\n"
         "    return os.fspath(box)\n"
         "\n"
         "\n"

@@ -1,6 +1,7 @@
 from dataclasses import replace
 
 import pytest
+
 from octavo.scripts.tasks.build_items import BuildSpec, build_items, notice
 from octavo.scripts.tasks.items import CodeItem, dump_items, leaks, prompt_text, sha256
 from octavo.scripts.tasks.sources import Source
@@ -33,7 +34,7 @@ from toy.shapes import scale
 
 
 def outline(width):
-    total = width + 1
+    box = width + 1
    """
 
 
@@ -54,13 +55,13 @@ def test_the_item_of_a_small_project_exactly(toy, tokenizer):
         setting="cross_file_first",
         context=item.context,
         prefix=item.prefix,
-        gold="    box = Box(scale(total))",
+        gold="    box = Box(scale(box))",
         uses="Square",
         defined_in="toy/shapes.py",
         tokens=len(tokenizer.encode(WHOLE)),
         prompt_sha256=sha256(WHOLE),
     )
-    assert item.target == " box = Box(scale(total))"
+    assert item.target == " box = Box(scale(box))"
     assert [path for path, _ in item.context] == ["toy/config.py", "toy/__init__.py", "toy/shapes.py"]
 
 
@@ -92,7 +93,7 @@ def test_long_files_keep_their_imports_and_the_last_lines(toy, tokenizer):
     (item,) = build_items(folder, tokenizer, spec(1000, in_file_lines=2), sources=[source])
     assert item.prefix == (
         "import os\nfrom . import Square as Box\nfrom toy.shapes import scale\n\n"
-        "def outline(width):\n    total = width + 1"
+        "def outline(width):\n    box = width + 1"
     )
 
 
@@ -110,8 +111,16 @@ def test_the_same_seed_gives_the_same_list(toy, tokenizer):
 def test_a_gold_line_that_the_context_holds_is_passed_over(toy, tokenizer):
     source, folder = toy
     shapes = folder / source.folder / "toy/shapes.py"
-    shapes.write_text(shapes.read_text() + "\n\ndef twin(total):\n    box  =  Box(scale(total))\n")
+    shapes.write_text(shapes.read_text() + "\n\ndef twin(box):\n    box  =  Box(scale(box))\n")
     with pytest.raises(ValueError, match=r"no source has an item of 1000 tokens left \(item 0 of 1\)"):
+        build_items(folder, tokenizer, spec(1000), sources=[source])
+
+
+def test_a_gold_line_with_a_word_that_the_prompt_lacks_is_passed_over(toy, tokenizer):
+    source, folder = toy
+    draw = folder / source.folder / "toy/draw.py"
+    draw.write_text(draw.read_text().replace("    box = Box(", "    crate = Box("))
+    with pytest.raises(ValueError, match=r"no source has an item of 1000 tokens left"):
         build_items(folder, tokenizer, spec(1000), sources=[source])
 
 

@@ -4,6 +4,7 @@ import re
 from dataclasses import replace
 
 import pytest
+
 from octavo.scripts.tasks.items import (
     CodeItem,
     dump_items,
@@ -14,6 +15,7 @@ from octavo.scripts.tasks.items import (
     read_item_file,
     sha256,
 )
+from octavo.scripts.tasks.metrics import identifiers
 from octavo.scripts.tasks.sources import DATA, read_sources
 
 
@@ -211,6 +213,7 @@ class TestCommittedFile:
             assert item.context[-1][0] == item.defined_in
             assert re.search(rf"^(async def|def|class)? *{item.uses}\b", texts[item.defined_in], re.M), item.item_id
             assert 12 <= len(item.gold.strip()) <= 100
+            assert set(identifiers(item.gold, "python")) <= set(re.findall(r"\w+", prompt_text(item)))
 
     def test_sources_are_pinned_and_attributed(self, committed):
         header, items = committed

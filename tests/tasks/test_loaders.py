@@ -3,6 +3,7 @@ import importlib.util
 import json
 
 import pytest
+
 from octavo.scripts.tasks.loaders import load, prompt_ids
 
 REPOBENCH = {

@@ -1,4 +1,5 @@
 import pytest
+
 from octavo.scripts.tasks.metrics import (
     edit_similarity,
     exact_match,

@@ -8,7 +8,7 @@ def test_only_the_whole_line_that_uses_a_foreign_name_is_chosen(toy_files):
         Candidate(
             path="toy/draw.py",
             line=9,
-            gold="    box = Box(scale(total))",
+            gold="    box = Box(scale(box))",
             name="Square",  # behind its alias and the package's re-export
             defined_in="toy/shapes.py",
             definition_line=8,

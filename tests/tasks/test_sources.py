@@ -5,6 +5,7 @@ import zipfile
 from dataclasses import replace
 
 import pytest
+
 from octavo.scripts.setup_sources import main, pip_download, setup_sources
 from octavo.scripts.tasks.sources import Source, python_files, read_sources
 

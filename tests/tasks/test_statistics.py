@@ -1,5 +1,6 @@
 import numpy as np
 import pytest
+
 from octavo.scripts.tasks import statistics
 from octavo.scripts.tasks.statistics import Estimate, McNemar, bootstrap_mean, mcnemar_exact, paired_bootstrap
 
