@@ -200,7 +200,7 @@ class TestCommittedFile:
     def test_lengths(self, committed):
         _, items = committed
         tokens = [item.tokens for item in items]
-        assert all(950 <= n <= 8192 - 40 - 30 for n in tokens)
+        assert all(1000 <= n <= 8192 - 40 - 30 for n in tokens)
         assert sum(n > 7500 for n in tokens) == 5
         assert sum(n > 7500 for n in tokens[:24]) == 4
         assert 3200 <= sum(tokens[:24]) / 24 <= 3600
