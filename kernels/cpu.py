@@ -18,8 +18,9 @@ from octavo.kernels.reference import copy_units
 
 __all__ = ["append", "copy_units", "decode", "prefill"]
 
-QUERY_BLOCK = 256
-"""Queries of a prefill block: large enough for the matrix product, small enough for its scores to stay in cache."""
+QUERY_BLOCK = 128
+"""Queries of a prefill block: large enough for the matrix product, small enough for one head's scores to stay in
+cache while they are masked and normalised."""
 
 PADDING = 1.25
 """Sequences are batched while the longest is at most this much longer than the shortest: what padding wastes is
@@ -64,17 +65,18 @@ def decode(
     row_lengths = lengths.amax(1).tolist()
     for rows in _batches(row_lengths):
         context = _Context(pool, layer, table, lengths, starts, rows, max(row_lengths[r] for r in rows))
-        query = q[rows].view(len(rows), heads, -1, dim)  # [b, Hkv, g, D]
-        scores = _scores(query, context.keys, scale, softcap)  # [b, Hkv, g, S]
+        query = (q[rows] * scale).to(pool.dtype).view(len(rows), heads, -1, dim)  # [b, Hkv, g, D]
+        scores = _capped(query @ context.keys.mT, softcap)  # [b, Hkv, g, S]
         seen = context.seen(q_pos[rows].view(-1, 1, 1), window)
         if not seen.all():
             context.values.masked_fill_(~seen[..., None], 0.0)
             scores.masked_fill_(~seen[:, :, None], -torch.inf)
-        probs, row_lse = _softmax(scores, None if sinks is None else sinks.float().view(1, heads, -1))
-        out[rows] = (probs.to(context.values.dtype) @ context.values).to(q.dtype).view(len(rows), q_heads, dim)
+        probs, weight, row_lse = _softmax(scores, None if sinks is None else sinks.float().view(1, heads, -1))
+        attended = (probs.to(pool.dtype) @ context.values) * weight[..., None]
+        out[rows] = attended.to(q.dtype).view(len(rows), q_heads, dim)
         lse[rows] = row_lse.view(len(rows), q_heads)
         if want_mass:
-            share = probs.mean(2).unflatten(2, (-1, unit_tokens)).sum(3)  # [b, Hkv, M]
+            share = (probs.float() * weight[..., None]).mean(2).unflatten(2, (-1, unit_tokens)).sum(3)  # [b, Hkv, M]
             entry = first[rows, None] + torch.arange(share.shape[2])
             entry = entry.clamp(max=mass.shape[2] - 1)[:, None].expand_as(share)
             mass[rows] = mass[rows].scatter_add(2, entry, share)
@@ -110,16 +112,20 @@ def prefill(
             stop = min(start + QUERY_BLOCK, bounds[b + 1])
             positions = q_pos[start:stop]
             part = context.seen_by(int(positions[0]), int(positions[-1]), window)
-            query = q[start:stop].view(-1, heads, group, dim).permute(1, 2, 0, 3).reshape(heads, -1, dim)
-            scores = _scores(query[None], part.keys, scale, softcap).view(heads, group, stop - start, -1)
-            seen = part.seen(positions.view(-1, 1, 1, 1), window).transpose(0, 2)  # [1, H or 1, q, S]
-            scores.masked_fill_(~seen[0][:, None], -torch.inf)
-            probs, row_lse = _softmax(scores, None if sinks is None else sinks.float().view(heads, group, 1))
-            values = probs.to(part.values.dtype).view(1, heads, group * (stop - start), -1) @ part.values
-            out[start:stop] = (
-                values.to(q.dtype).view(heads, group, -1, dim).permute(2, 0, 1, 3).reshape(-1, q_heads, dim)
-            )
-            lse[start:stop] = row_lse.view(q_heads, -1).T
+            hidden = part.hidden(positions, window)
+            for head in range(heads):
+                of_head = slice(head * group, (head + 1) * group)
+                query = (q[start:stop, of_head] * scale).to(pool.dtype).transpose(0, 1)  # [g, q, D]
+                scores = _capped(
+                    (query.reshape(-1, dim) @ part.keys[0, head].mT).view(group, stop - start, -1), softcap
+                )
+                part.mask(scores, hidden, head)
+                probs, weight, row_lse = _softmax(scores, None if sinks is None else sinks.float()[of_head, None])
+                attended = (probs.to(pool.dtype).view(len(query) * (stop - start), -1) @ part.values[0, head]).view(
+                    group, stop - start, dim
+                )
+                out[start:stop, of_head] = (attended * weight[..., None]).to(q.dtype).transpose(0, 1)
+                lse[start:stop, of_head] = row_lse.T
     return out, lse
 
 
@@ -168,6 +174,19 @@ class _Context:
         part.positions, part.logical = self.positions[:, :, reach], True
         return part
 
+    def hidden(self, positions: Tensor, window: int) -> Tensor:
+        """bool [H or 1, q, S] of what queries of one row must not see. Where stored order is logical and nothing else
+        hides, only the last slots, which the queries themselves fill, are given: all others are seen by all."""
+        if self.logical and not window and self.held is None:
+            return (self.positions[0, 0, -len(positions) :] > positions[:, None])[None]
+        seen = self.seen(positions.view(-1, 1, 1), window)  # [q, H or 1, S]
+        return ~seen.transpose(0, 1)
+
+    @staticmethod
+    def mask(scores: Tensor, hidden: Tensor, head: int) -> None:
+        """Minus infinity in ``scores [g, q, S]`` of one head where ``hidden`` says so."""
+        scores[..., scores.shape[-1] - hidden.shape[-1] :].masked_fill_(hidden[min(head, len(hidden) - 1)], -torch.inf)
+
     def seen(self, q_pos: Tensor, window: int) -> Tensor:
         """bool [..., H or 1, S] for positions ``q_pos [..., 1, 1]`` of queries of the rows, or of the one row."""
         seen = self.positions <= q_pos
@@ -207,15 +226,26 @@ def _batches(lengths: list[int]) -> list[list[int]]:
     return batches
 
 
-def _scores(query: Tensor, keys: Tensor, scale: float, softcap: float) -> Tensor:
-    scores = (query.to(keys.dtype) @ keys.mT).float().mul_(scale)
-    return scores.div_(softcap).tanh_().mul_(softcap) if softcap else scores
+def _capped(scores: Tensor, softcap: float) -> Tensor:
+    return scores.float().div_(softcap).tanh_().mul_(softcap) if softcap else scores
 
 
-def _softmax(scores: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Softmax over the last axis in place, and the log of its denominator; a row that sees nothing gives zeros.
-    ``sinks`` broadcasts against the denominator."""
-    lse = scores.logsumexp(-1) if scores.shape[-1] else scores.new_full(scores.shape[:-1], -torch.inf)
-    if sinks is not None:
-        lse = torch.logaddexp(lse, sinks)
-    return scores.sub_(lse.masked_fill(lse.isinf(), 0.0)[..., None]).exp_(), lse
+def _softmax(scores: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Softmax over the last axis, in one pass that keeps the type (its arithmetic is fp32), the factor that a sink
+    leaves of it, and the log of the denominator, fp32. A row that sees nothing gives zeros.
+
+    The denominator comes from the largest entry alone: log sum exp(s) = max s - log max p.
+    """
+    if scores.shape[-1] == 0:
+        nothing = scores.new_full(scores.shape[:-1], -torch.inf, dtype=torch.float32)
+        return scores, nothing.exp(), nothing if sinks is None else nothing.logaddexp(sinks)
+    peak = scores.amax(-1).float()
+    blind = peak.isinf()
+    probs = scores.softmax(-1)
+    if blind.any():
+        probs.masked_fill_(blind[..., None], 0.0)
+    lse = torch.where(blind, -torch.inf, peak - probs.amax(-1).float().log())
+    if sinks is None:
+        return probs, torch.ones_like(lse), lse
+    total = torch.logaddexp(lse, sinks)
+    return probs, (lse - total).exp(), total
