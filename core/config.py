@@ -64,8 +64,10 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name in ("page_tokens", "pool_tokens", "max_seqs", "step_tokens", "max_model_tokens"):
             _positive_int(name, getattr(self, name), optional=name not in ("max_seqs", "step_tokens"))
-        if not 0.0 < self.memory_fraction <= 1.0:
-            raise ValueError(f"memory_fraction must be in (0, 1], got {self.memory_fraction}")
+        if not _is_number(self.memory_fraction) or not 0.0 < self.memory_fraction <= 1.0:
+            raise ValueError(f"memory_fraction must be in (0, 1], got {self.memory_fraction!r}")
+        if not _is_int(self.seed):
+            raise ValueError(f"seed must be an integer, got {self.seed!r}")
         if self.page_tokens is not None and self.page_policies is not None and "text" in self.page_policies:
             raise ValueError(
                 f'page_tokens={self.page_tokens} and page_policies["text"] both set the text page; give one'
@@ -159,14 +161,14 @@ class SamplingParams:
             raise ValueError(f"repetition_penalty must be a finite number above 0, got {self.repetition_penalty!r}")
         if self.seed is not None and not _is_int(self.seed):
             raise ValueError(f"seed must be an integer or None, got {self.seed!r}")
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        if any(not isinstance(text, str) or not text for text in stop):
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop
+        if not isinstance(stop, list | tuple) or any(not isinstance(text, str) or not text for text in stop):
             raise ValueError(f"stop must hold non-empty strings, got {self.stop!r}")
-        object.__setattr__(self, "stop", stop)
-        ids = tuple(self.stop_token_ids)
-        if any(not _is_int(token) or token < 0 for token in ids):
+        object.__setattr__(self, "stop", tuple(stop))
+        ids = self.stop_token_ids
+        if not isinstance(ids, list | tuple) or any(not _is_int(token) or token < 0 for token in ids):
             raise ValueError(f"stop_token_ids must hold token ids of at least 0, got {self.stop_token_ids!r}")
-        object.__setattr__(self, "stop_token_ids", ids)
+        object.__setattr__(self, "stop_token_ids", tuple(ids))
 
 
 def _is_int(value: Any) -> bool:

@@ -27,8 +27,8 @@ def append(k: Tensor, v: Tensor, pool: Tensor, layer: int, slots: Tensor) -> Non
     """Write K and V of T tokens: ``k, v [T, Hkv, D]`` into ``slots`` int64 [T] (unit * u + offset) of one layer."""
     unit_tokens = pool.shape[4]
     unit, offset = slots // unit_tokens, slots % unit_tokens
-    pool[unit, layer, 0, :, offset] = k
-    pool[unit, layer, 1, :, offset] = v
+    pool[unit, layer, 0, :, offset] = k.to(pool.dtype)
+    pool[unit, layer, 1, :, offset] = v.to(pool.dtype)
 
 
 def copy_units(pool: Tensor, pairs: Tensor) -> None:

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
 from octavo.core.block_table import LEAF_PAGES, BlockTable, check_tables
 from octavo.core.page_pool import PagePool
 from octavo.core.policies import LeastRecentlyUsed, StackAllocator

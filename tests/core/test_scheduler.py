@@ -5,6 +5,7 @@ import random
 import numpy as np
 import pytest
 import torch
+
 from octavo.core import CapacityError, SamplingParams
 
 GREEDY = {"ignore_eos": True}
