@@ -69,6 +69,8 @@ class Session:
         parked, self._parked = self._parked, None
         if parked is not None and engine._scheduler.unpark(parked):
             sequence.inherit(parked)
+            kept = min(sequence.computed, max(0, sequence.reusable_tokens()))  # some token's logits are still wanted
+            sequence.truncate(kept, engine.config.text_page_tokens)
             if engine._scheduler.run(sequence):
                 request.cached_tokens = sequence.computed
                 return request.request_id
