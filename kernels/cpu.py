@@ -27,11 +27,14 @@ PADDING = 1.25
 bounded, and so is the number of calls."""
 
 
+Rows = slice | list[int]
+
+
 def append(k: Tensor, v: Tensor, pool: Tensor, layer: int, slots: Tensor) -> None:
     _, layers, _, heads, unit_tokens, dim = pool.shape
-    unit, offset = slots // unit_tokens, slots % unit_tokens
-    head = torch.arange(heads)
-    rows = (((unit * layers + layer) * 2)[:, None] * heads + head) * unit_tokens + offset[:, None]  # [T, Hkv]
+    unit = torch.div(slots, unit_tokens, rounding_mode="floor")
+    first = (unit * (2 * layers * heads - 1) + 2 * layer * heads) * unit_tokens + slots  # slots holds one unit already
+    rows = first[:, None] + torch.arange(0, heads * unit_tokens, unit_tokens)  # [T, Hkv]
     flat = pool.view(-1, dim)
     flat.index_copy_(0, rows.flatten(), k.reshape(-1, dim).to(pool.dtype))
     flat.index_copy_(0, rows.flatten() + heads * unit_tokens, v.reshape(-1, dim).to(pool.dtype))
@@ -51,7 +54,7 @@ def decode(
     softcap: float,
     want_mass: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    batch, q_heads, dim = q.shape
+    batch, q_heads, _ = q.shape
     heads, unit_tokens = pool.shape[3], pool.shape[4]
     out = torch.empty_like(q)
     lse = q.new_empty((batch, q_heads), dtype=torch.float32)
@@ -59,25 +62,29 @@ def decode(
     table, lengths = _of_layer(table, layer), _of_layer(lengths, layer)
     starts = None if unit_pos is None else _of_layer(unit_pos, layer)
     first = torch.zeros(batch, dtype=torch.int64)
-    if window and starts is None:
-        first = (q_pos.long() - window + 1).clamp(min=0) // unit_tokens
-        table, lengths, starts = _behind_window(table, lengths, first, window, unit_tokens)
+    if starts is None:
+        lengths = torch.minimum(lengths, q_pos[:, None] + 1)
+        if window:
+            first = (q_pos.long() - window + 1).clamp(min=0) // unit_tokens
+            table, lengths, starts = _behind_window(table, lengths, first, window, unit_tokens)
+    row_sinks = None if sinks is None else sinks.float().view(1, heads, -1)
     row_lengths = lengths.amax(1).tolist()
     for rows in _batches(row_lengths):
-        context = _Context(pool, layer, table, lengths, starts, rows, max(row_lengths[r] for r in rows))
-        query = (q[rows] * scale).to(pool.dtype).view(len(rows), heads, -1, dim)  # [b, Hkv, g, D]
+        context = _Context(pool, layer, table, lengths, starts, rows)
+        query = (q[rows] * scale).to(pool.dtype).unflatten(1, (heads, -1))  # [b, Hkv, g, D]
         scores = _capped(query @ context.keys.mT, softcap)  # [b, Hkv, g, S]
-        seen = context.seen(q_pos[rows].view(-1, 1, 1), window)
-        if not seen.all():
-            context.values.masked_fill_(~seen[..., None], 0.0)
+        seen = context.held if context.logical else context.seen(q_pos[rows, None, None], window)
+        if seen is not None:
+            context.clear(~seen)
             scores.masked_fill_(~seen[:, :, None], -torch.inf)
-        probs, weight, row_lse = _softmax(scores, None if sinks is None else sinks.float().view(1, heads, -1))
-        attended = (probs.to(pool.dtype) @ context.values) * weight[..., None]
-        out[rows] = attended.to(q.dtype).view(len(rows), q_heads, dim)
-        lse[rows] = row_lse.view(len(rows), q_heads)
+        probs, weight, row_lse = _softmax(scores, row_sinks)
+        attended = probs.to(pool.dtype) @ context.values
+        out[rows] = (attended if weight is None else attended * weight[..., None]).to(q.dtype).flatten(1, 2)
+        lse[rows] = row_lse.flatten(1)
         if want_mass:
-            share = (probs.float() * weight[..., None]).mean(2).unflatten(2, (-1, unit_tokens)).sum(3)  # [b, Hkv, M]
-            entry = first[rows, None] + torch.arange(share.shape[2])
+            probs = probs.float() if weight is None else probs * weight[..., None]
+            share = probs.mean(2).unflatten(2, (-1, unit_tokens)).sum(3)  # [b, Hkv, M]
+            entry = first[rows][:, None] + torch.arange(share.shape[2])
             entry = entry.clamp(max=mass.shape[2] - 1)[:, None].expand_as(share)
             mass[rows] = mass[rows].scatter_add(2, entry, share)
     return out, lse, mass
@@ -105,9 +112,10 @@ def prefill(
     bounds = cu_q.tolist()
     table, lengths = _of_layer(table, layer), _of_layer(lengths, layer)
     starts = None if unit_pos is None else _of_layer(unit_pos, layer)
-    for b, length in enumerate(lengths.amax(1).tolist()):
-        context = _Context(pool, layer, table, lengths, starts, [b], length)
-        context.clear_unheld()
+    for b in range(len(bounds) - 1):
+        context = _Context(pool, layer, table, lengths, starts, slice(b, b + 1))
+        if context.held is not None:
+            context.clear(~context.held)
         for start in range(bounds[b], bounds[b + 1], QUERY_BLOCK):
             stop = min(start + QUERY_BLOCK, bounds[b + 1])
             positions = q_pos[start:stop]
@@ -124,7 +132,8 @@ def prefill(
                 attended = (probs.to(pool.dtype).view(len(query) * (stop - start), -1) @ part.values[0, head]).view(
                     group, stop - start, dim
                 )
-                out[start:stop, of_head] = (attended * weight[..., None]).to(q.dtype).transpose(0, 1)
+                attended = attended if weight is None else attended * weight[..., None]
+                out[start:stop, of_head] = attended.to(q.dtype).transpose(0, 1)
                 lse[start:stop, of_head] = row_lse.T
     return out, lse
 
@@ -134,34 +143,31 @@ class _Context:
     (``held`` bool [b, H, S], None: all of them) at which positions (int64 [b or 1, H, S])."""
 
     def __init__(
-        self,
-        pool: Tensor,
-        layer: int,
-        table: Tensor,
-        lengths: Tensor,
-        starts: Tensor | None,
-        rows: list[int],
-        longest: int,
+        self, pool: Tensor, layer: int, table: Tensor, lengths: Tensor, starts: Tensor | None, rows: Rows
     ) -> None:
         _, layers, _, heads, unit_tokens, dim = pool.shape
-        used = -(-longest // unit_tokens)
-        entries = table[rows, :, :used]  # [b, H, M]
+        lengths = lengths[rows]
+        used = -(-int(lengths.amax()) // unit_tokens)
+        entries = table[rows][:, :, :used]  # [b, H, M]
         run = (entry_units(entries) * layers + layer) * (2 * heads) + torch.arange(heads)[:, None]  # [b, Hkv, M]
         runs = pool.view(-1, unit_tokens * dim).index_select(0, torch.stack([run, run + heads]).flatten())
-        self.keys, self.values = runs.view(2, len(rows), heads, used * unit_tokens, dim)
+        self.keys, self.values = runs.view(2, len(entries), heads, used * unit_tokens, dim)
         slot = torch.arange(used * unit_tokens)
         offset = slot % unit_tokens
-        held = (slot < lengths[rows][..., None]) & (offset < entry_valid(entries).repeat_interleave(unit_tokens, 2))
+        held = slot < lengths[..., None]
+        valid = entry_valid(entries)
+        if (valid < unit_tokens).any():
+            held &= offset < valid.repeat_interleave(unit_tokens, 2)
         self.held = None if held.all() else held
         self.logical = starts is None
-        self.positions = (
-            slot[None, None] if starts is None else starts[rows, :, :used].repeat_interleave(unit_tokens, 2) + offset
-        )
+        self.positions = slot[None, None]
+        if starts is not None:
+            self.positions = starts[rows][:, :, :used].repeat_interleave(unit_tokens, 2) + offset
 
-    def clear_unheld(self) -> None:
-        """Zeros instead of whatever lies in empty slots: a weight of zero does not hide a NaN."""
-        if self.held is not None:
-            self.values.masked_fill_(~self.held[..., None], 0.0)
+    def clear(self, hidden: Tensor) -> None:
+        """Zeros instead of the values of ``hidden`` bool [b, H, S] slots: a weight of zero does not hide a NaN."""
+        slots = hidden.expand(self.values.shape[:3]).flatten().nonzero()[:, 0]
+        self.values.flatten(0, 2).index_fill_(0, slots, 0.0)
 
     def seen_by(self, first_position: int, last_position: int, window: int) -> "_Context":
         """The slots that queries at these positions can see at most; all of them where stored order is not logical."""
@@ -214,7 +220,7 @@ def _of_layer(x: Tensor, layer: int) -> Tensor:
     return x[min(layer, x.shape[0] - 1)]
 
 
-def _batches(lengths: list[int]) -> list[list[int]]:
+def _batches(lengths: list[int]) -> list[Rows]:
     """Rows that are long alike, together."""
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
     batches: list[list[int]] = []
@@ -223,22 +229,22 @@ def _batches(lengths: list[int]) -> list[list[int]]:
             batches[-1].append(row)
         else:
             batches.append([row])
-    return batches
+    return [slice(None)] if len(batches) == 1 else list(batches)
 
 
 def _capped(scores: Tensor, softcap: float) -> Tensor:
     return scores.float().div_(softcap).tanh_().mul_(softcap) if softcap else scores
 
 
-def _softmax(scores: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Softmax over the last axis, in one pass that keeps the type (its arithmetic is fp32), the factor that a sink
-    leaves of it, and the log of the denominator, fp32. A row that sees nothing gives zeros.
+def _softmax(scores: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Softmax over the last axis, in one pass that keeps the type (its arithmetic is fp32); the factor that a sink
+    leaves of it, None without sinks; and the log of the denominator, fp32. A row that sees nothing gives zeros.
 
     The denominator comes from the largest entry alone: log sum exp(s) = max s - log max p.
     """
     if scores.shape[-1] == 0:
         nothing = scores.new_full(scores.shape[:-1], -torch.inf, dtype=torch.float32)
-        return scores, nothing.exp(), nothing if sinks is None else nothing.logaddexp(sinks)
+        return scores, None, nothing if sinks is None else nothing.logaddexp(sinks)
     peak = scores.amax(-1).float()
     blind = peak.isinf()
     probs = scores.softmax(-1)
@@ -246,6 +252,6 @@ def _softmax(scores: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor, Tens
         probs.masked_fill_(blind[..., None], 0.0)
     lse = torch.where(blind, -torch.inf, peak - probs.amax(-1).float().log())
     if sinks is None:
-        return probs, torch.ones_like(lse), lse
+        return probs, None, lse
     total = torch.logaddexp(lse, sinks)
     return probs, (lse - total).exp(), total
