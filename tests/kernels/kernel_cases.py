@@ -5,7 +5,7 @@ entries past a row's length point at. A kernel that reads one token too many say
 """
 
 import zlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import cycle
 
 import torch
@@ -37,16 +37,6 @@ class Case:
     gain: float = 1.0  # standard deviation of the raw scores
     rewind: int = 0  # the query stands this many positions before the end
     padding: int = 0  # rows of q that belong to no sequence
-
-
-def _variants(name: str, **fields: list) -> list[Case]:
-    """One case a value of each field, on a small ragged batch."""
-    base = Case(name, tokens=(0, 1, 37))
-    return [
-        replace(base, name=f"{name}-{value}".replace(", ", "x").strip("()"), **{field: value})
-        for field, values in fields.items()
-        for value in values
-    ]
 
 
 DECODE = [
@@ -235,13 +225,19 @@ def error(got: Tensor, want: Tensor) -> float:
     return float(difference.norm() / torch.where(want.isfinite(), want, 0.0).norm().clamp(min=1e-3))
 
 
-def check(got: tuple[Tensor, ...], want: tuple[Tensor, ...], dtype: torch.dtype, backend: str = "triton") -> None:
-    """Compare (out, lse[, mass]). The last two are sums of fp32 scores whatever the inputs are, except on the CPU, whose
-    matrix products round the scores to the inputs' own precision."""
+def check(
+    got: tuple[Tensor, ...], want: tuple[Tensor, ...], dtype: torch.dtype, backend: str = "triton", gain: float = 1.0
+) -> None:
+    """Compare (out, lse[, mass]); ``gain`` is the case's, since the softmax of large scores magnifies their rounding.
+
+    The last two are sums of fp32 scores whatever the inputs are, except on the CPU, whose matrix products round the
+    scores to the inputs' own precision.
+    """
     bounds = [TOLERANCE[dtype], 1e-5, 3e-5]
     if backend == "cpu" and dtype != torch.float32:
         bounds = [3 * TOLERANCE[dtype]] * 3
     for name, a, b, bound in zip(("out", "lse", "mass"), got, want, bounds, strict=False):
         assert a.shape == b.shape and a.dtype == b.dtype, f"{name}: {a.shape} {a.dtype}, not {b.shape} {b.dtype}"
         found = error(a, b)
+        bound *= max(1.0, gain / 10)
         assert found <= bound, f"{name}: relative error {found:.2e} > {bound:.0e}"

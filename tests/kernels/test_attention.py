@@ -28,10 +28,16 @@ def call(op, backend, inputs):
     return getattr(ops, op)(*inputs.args(), backend)
 
 
+def compare(backend, case, dtype, device="cpu"):
+    """A backend on a case against the reference."""
+    inputs = build(case, dtype, device)
+    op = "prefill" if case.queries else "decode"
+    check(call(op, backend, inputs), getattr(reference, op)(*inputs.args()), dtype, backend, case.gain)
+
+
 @pytest.mark.parametrize("case", DECODE, ids=ids)
 def test_decode_cpu(case):
-    inputs = build(case, torch.float32)
-    check(call("decode", "cpu", inputs), reference.decode(*inputs.args()), torch.float32)
+    compare("cpu", case, torch.float32)
 
 
 @interpreted
@@ -45,30 +51,25 @@ def test_decode_triton(case, splits, small_tiles, monkeypatch):
     from octavo.kernels import triton_decode
 
     monkeypatch.setattr(triton_decode, "split_count", lambda *shape: splits)
-    inputs = build(case, torch.float32)
-    check(call("decode", "triton", inputs), reference.decode(*inputs.args()), torch.float32)
+    compare("triton", case, torch.float32)
 
 
 @pytest.mark.parametrize("case", PREFILL, ids=ids)
 def test_prefill_cpu(case):
-    inputs = build(case, torch.float32)
-    check(call("prefill", "cpu", inputs), reference.prefill(*inputs.args()), torch.float32)
+    compare("cpu", case, torch.float32)
 
 
 @interpreted
 @pytest.mark.parametrize("case", PREFILL, ids=ids)
 def test_prefill_triton(case, small_tiles):
-    inputs = build(case, torch.float32)
-    check(call("prefill", "triton", inputs), reference.prefill(*inputs.args()), torch.float32)
+    compare("triton", case, torch.float32)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=ids)
 @pytest.mark.parametrize("case", [c for c in DECODE + PREFILL if c.name in HALF_CASES], ids=ids)
 def test_half_precision(case, dtype, backend):
-    inputs = build(case, dtype)
-    op = "prefill" if case.queries else "decode"
-    check(call(op, backend, inputs), getattr(reference, op)(*inputs.args()), dtype, backend)
+    compare(backend, case, dtype)
 
 
 @interpreted
@@ -76,18 +77,14 @@ def test_half_precision(case, dtype, backend):
 @pytest.mark.parametrize("dtype", DTYPES, ids=ids)
 @pytest.mark.parametrize("case", DECODE + PREFILL, ids=ids)
 def test_every_dtype_with_real_tiles(case, dtype):
-    inputs = build(case, dtype)
-    op = "prefill" if case.queries else "decode"
-    check(call(op, "triton", inputs), getattr(reference, op)(*inputs.args()), dtype)
+    compare("triton", case, dtype)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=ids)
 @pytest.mark.parametrize("case", DECODE + PREFILL + LARGE_DECODE + LARGE_PREFILL, ids=ids)
 def test_gpu(case, dtype):
-    inputs = build(case, dtype, "cuda")
-    op = "prefill" if case.queries else "decode"
-    check(call(op, "triton", inputs), getattr(reference, op)(*inputs.args()), dtype)
+    compare("triton", case, dtype, "cuda")
 
 
 @pytest.mark.gpu

@@ -36,7 +36,8 @@ def test_opcheck(op, backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_one_compilation_serves_every_batch(backend):
-    """A step of append and decode, in one graph without a break, for batches of 5, 6, 7 and 11 (no size of any other axis)."""
+    """A step of append and decode in one graph without a break; no batch has the size of another axis, which torch
+    would take for the same number."""
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
 
