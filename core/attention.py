@@ -47,7 +47,8 @@ def octavo_attention(
             f"{type(module).__name__} called octavo's attention outside of an engine step, or its model does not pass "
             "keyword arguments on to attention"
         )
-    assert attention_mask is None, "octavo's attention makes its own mask"
+    if attention_mask is not None and not _is_causal(attention_mask):
+        raise RuntimeError(f"{type(module).__name__} brings a mask of its own to octavo's attention, which is not causal")
     traits = LayerTraits(
         scale=scaling if scaling is not None else query.shape[-1] ** -0.5,
         window=sliding_window or 0,
@@ -56,6 +57,13 @@ def octavo_attention(
     )
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     return octavo_step.attend(module.layer_idx, q, k, v, traits)[None], None  # type: ignore[arg-type]
+
+
+def _is_causal(mask: Tensor) -> bool:
+    """Whether a mask ``[1, 1, T, T]`` that an older model made by itself hides the future and nothing else, as far as
+    its first and last rows tell."""
+    seen = mask if mask.dtype == torch.bool else mask == 0
+    return bool(seen[..., -1, :].all()) and int(seen[..., 0, :].sum()) == 1
 
 
 @dataclass

@@ -98,10 +98,14 @@ class HFModel:
         rows = torch.tensor([PROBE_TOKENS - 1], device=self.device)
         try:
             logits = self.forward(ids, torch.arange(PROBE_TOKENS, device=self.device), rows, probe)
-        except RuntimeError as error:
-            if "octavo" not in str(error):
+        except (RuntimeError, TypeError, AttributeError) as error:
+            ignored = not probe.shapes and not isinstance(error, RuntimeError)
+            if not ignored and "octavo" not in str(error):
                 raise
-            raise UnsupportedModelError(f"{name} cannot be served: {error}") from error
+            raise UnsupportedModelError(
+                f"{name} cannot be served: its attention does not follow transformers' AttentionInterface, or not "
+                f"completely ({type(error).__name__}: {error})"
+            ) from error
         layers = text.num_hidden_layers
         if sorted(probe.calls) != list(range(layers)) or len(probe.shapes) != layers:
             raise UnsupportedModelError(
