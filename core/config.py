@@ -19,6 +19,7 @@ EXECUTIONS = ("auto", "eager")
 EXECUTIONS_LATER = ("graph", "compiled")
 ALLOCATORS_LATER = ("first_fit", "next_fit", "best_fit", "buddy", "linear")
 EVICTIONS_LATER = ("lru_k", "fifo", "lfu", "priority", "cost")
+DEFAULT_PAGE_TOKENS = 16
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class EngineConfig:
         ValueError: a value out of range, or a feature that is not built yet.
     """
 
-    page_tokens: int | None = None
+    page_tokens: int = DEFAULT_PAGE_TOKENS
     page_policies: Mapping[str, int | PagePolicy] | None = None
     pool_tokens: int | None = None
     memory_fraction: float = 0.9
@@ -63,12 +64,12 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         for name in ("page_tokens", "pool_tokens", "max_seqs", "step_tokens", "max_model_tokens"):
-            _positive_int(name, getattr(self, name), optional=name not in ("max_seqs", "step_tokens"))
+            _positive_int(name, getattr(self, name), optional=name in ("pool_tokens", "max_model_tokens"))
         if not _is_number(self.memory_fraction) or not 0.0 < self.memory_fraction <= 1.0:
             raise ValueError(f"memory_fraction must be in (0, 1], got {self.memory_fraction!r}")
         if not _is_int(self.seed):
             raise ValueError(f"seed must be an integer, got {self.seed!r}")
-        if self.page_tokens is not None and self.page_policies is not None and "text" in self.page_policies:
+        if self.page_tokens != DEFAULT_PAGE_TOKENS and "text" in (self.page_policies or {}):
             raise ValueError(
                 f'page_tokens={self.page_tokens} and page_policies["text"] both set the text page; give one'
             )
@@ -88,7 +89,7 @@ class EngineConfig:
     @property
     def policies(self) -> dict[str, PagePolicy]:
         """The page policy of every segment kind in use."""
-        sizes: dict[str, int | PagePolicy] = {"text": self.page_tokens or 16, **(self.page_policies or {})}
+        sizes: dict[str, int | PagePolicy] = {"text": self.page_tokens, **(self.page_policies or {})}
         return {kind: size if isinstance(size, PagePolicy) else FixedPages(size) for kind, size in sizes.items()}
 
     @property

@@ -216,7 +216,7 @@ def test_what_is_read_scores_highest_of_what_is_free_to_choose(name):
     for b, n_pages in enumerate((9, 6)):
         for head in range(2):
             free = [page for page in range(n_pages) if page not in (0, n_pages - 1, n_pages - 2)]
-            best = sorted(free, key=lambda p: -scores[b, head, p])[:2]  # noqa: B023
+            best = sorted(free, key=lambda p: -scores[b, head, p])[:2]
             assert set(selection.pages[b, head].tolist()) == {0, n_pages - 1, n_pages - 2, *best}
 
 
