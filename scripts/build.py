@@ -50,8 +50,11 @@ def load_model(settings: ModelSettings) -> tuple[Any, Any]:
     Raises:
         ConfigError: nothing can be loaded from ``settings.path``.
     """
+    from transformers.utils import logging
+
     from octavo.core.hf_model import load
 
+    logging.disable_progress_bar()  # progress is ours
     try:
         return load(settings.path, DTYPES[settings.dtype], settings.device)
     except ValueError as error:
@@ -115,6 +118,10 @@ def method(name_or_path: str, *, budget_tokens: int | None = None, **overrides: 
     recipe = _compose(name_or_path)
     if budget_tokens is not None and OmegaConf.select(recipe, "budget.tokens") is not None:
         recipe.budget.tokens = budget_tokens
+    if "_target_" not in recipe:
+        raise ConfigError(
+            f"method {name_or_path}: no _target_ says what to build; octavo.sparse.method.Method, usually"
+        )
     for key in overrides:
         if key not in recipe:
             known = [str(part) for part in recipe]

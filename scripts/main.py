@@ -20,7 +20,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from octavo.scripts import naming, schema, settings
-from octavo.scripts.refusal import explain
+from octavo.scripts.refusal import ConfigError, explain
 from octavo.scripts.schema import EXPERIMENTS, Config
 
 log = logging.getLogger("octavo")
@@ -88,11 +88,12 @@ def _run(config: Config, folder: Path) -> None:
         with _logged(folder / "run.log"), _terminable():
             run.tracker = tracking.start(config, folder, resumed=run.resumed)
             try:
-                run.write_rows([])
+                if not run.resumed:
+                    run.write_rows([])
                 experiment(config, run)
                 exit_code = 0
-            except DiskFullError as error:
-                _complain(str(error.strerror))
+            except (ConfigError, DiskFullError) as error:
+                _complain(str(error))
                 raise JobFailed(str(error)) from error
             except Exception as error:
                 log.exception("failed")

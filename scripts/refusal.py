@@ -11,6 +11,7 @@ from typing import Any
 
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
+from yaml import YAMLError
 
 TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
 
@@ -72,6 +73,8 @@ def explain(error: BaseException, root: type, others: Mapping[str, type]) -> str
             return str(unknown_key(str(cause.full_key), schema, root, others))
         if isinstance(cause, ValidationError) and cause.full_key:
             return _wrong_type(cause)
+        if isinstance(cause, YAMLError):
+            return f"not valid YAML: {' '.join(str(cause).split())}"
     if isinstance(error, OverrideParseException):
         return f"cannot read the override {error.override!r}: {error.message.splitlines()[0]}"
     if isinstance(error, ConfigCompositionException) and "No match in the defaults list" in str(error):

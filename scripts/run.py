@@ -224,5 +224,5 @@ def _disk(path: Path, advice: str = "free some space first") -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise DiskFullError(error.errno, f"no space left while writing {path}; {advice}") from error
+            raise DiskFullError(f"no space left while writing {path}; {advice}") from error
         raise

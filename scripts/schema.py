@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING
+from omegaconf import MISSING, OmegaConf
 
 from octavo.scripts.refusal import ConfigError, at_least, one_of
 
@@ -36,8 +36,8 @@ class ModelSettings:
 class EngineSettings:
     """The fields of ``octavo.core.EngineConfig``, which documents and checks them."""
 
-    page_tokens: int | None = None
-    page_policies: dict[str, int] | None = None
+    page_tokens: int = 16
+    page_policies: dict[str, int] = field(default_factory=dict)
     pool_tokens: int | None = None
     memory_fraction: float = 0.9
     max_seqs: int = 256
@@ -175,4 +175,9 @@ def register() -> None:
     """Make the types known to Hydra as the group ``schema``, which ``configs/config.yaml`` puts first."""
     store = ConfigStore.instance()
     for name, schema in EXPERIMENTS.items():
-        store.store(group="schema", name=name, node=schema, package="_global_")
+        node = OmegaConf.structured(schema)
+        # Open, so that a command line needs no "+" to say sparse.overrides.quest.keep.sink_tokens=4.
+        OmegaConf.set_struct(node.engine.page_policies, False)
+        if "sparse" in node:
+            OmegaConf.set_struct(node.sparse.overrides, False)
+        store.store(group="schema", name=name, node=node, package="_global_")

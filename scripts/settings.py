@@ -85,5 +85,9 @@ def _refuse_unknown(node: DictConfig, schema: type, root: type, prefix: str) -> 
     for key in node:
         if key not in hints:
             raise unknown_key(f"{prefix}{key}", schema, root, EXPERIMENTS)
-        if dataclasses.is_dataclass(hints[str(key)]) and isinstance(child := node._get_node(key), DictConfig):
+        if dataclasses.is_dataclass(hints[str(key)]):
+            if not isinstance(child := node[key], DictConfig):
+                raise ConfigError(
+                    f"{prefix}{key}={child}: it is a group of settings; set one of its keys: {prefix}{key}.NAME=..."
+                )
             _refuse_unknown(child, typing.cast(type, hints[str(key)]), root, f"{prefix}{key}.")

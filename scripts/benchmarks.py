@@ -1,0 +1,80 @@
+"""One shape for the items of every code-completion benchmark, octavo's own and the published ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from octavo.scripts.refusal import ConfigError
+from octavo.scripts.schema import TaskSettings
+
+
+@dataclass(frozen=True)
+class Item:
+    """What a benchmark asks.
+
+    Attributes:
+        gold: what follows the prompt in the file, as far as it is compared.
+        prompt_ids: token ids of the prompt, given a tokenizer and the most tokens it may have; raises ValueError if
+            the benchmark's rule cannot shorten it that far.
+        score: qualities, in points, of what was written after the prompt.
+        decided: whether more text would change no score.
+    """
+
+    id: str
+    gold: str
+    prompt_ids: Callable[[Any, int], list[int]]
+    score: Callable[[str], dict[str, float]]
+    decided: Callable[[str], bool]
+
+
+def load(task: TaskSettings, limit: int | None) -> list[Item]:
+    """The first ``limit`` items of a task.
+
+    Raises:
+        ConfigError: a file that is missing, damaged or not of that benchmark; the message names file and line.
+    """
+    try:
+        return _code_lines(task, limit) if task.name == "code_lines" else _published(task, limit)
+    except ValueError as error:
+        raise ConfigError(f"task {task.name}: {error}") from error
+
+
+def _code_lines(task: TaskSettings, limit: int | None) -> list[Item]:
+    from octavo.scripts.tasks import items
+
+    def item(source: items.CodeItem) -> Item:
+        return Item(
+            id=source.item_id,
+            gold=source.target,
+            prompt_ids=lambda tokenizer, most: items.prompt_ids(source, tokenizer, most),
+            score=source.score,
+            decided=_line_is_decided,
+        )
+
+    return [item(source) for source in items.load_items(task.path, limit)]
+
+
+def _published(task: TaskSettings, limit: int | None) -> list[Item]:
+    from octavo.scripts.tasks import loaders
+
+    def item(source: loaders.CompletionItem) -> Item:
+        return Item(
+            id=source.item_id,
+            gold=source.golds[0],
+            prompt_ids=lambda tokenizer, most: loaders.prompt_ids(source, tokenizer, most),
+            score=source.score,
+            # Their rules read past the first line in their own ways, so nothing is cut short.
+            decided=lambda output: False,
+        )
+
+    return [item(source) for source in loaders.load(task.name, task.path or "", limit)]
+
+
+def _line_is_decided(output: str) -> bool:
+    """Whether the first code line of ``output`` is whole: another line after it would not be taken instead."""
+    from octavo.scripts.tasks.metrics import first_code_line
+
+    whole = output.rpartition("\n")[0]
+    return bool(whole.strip()) and first_code_line(whole) == first_code_line(f"{whole}\nanother = line")

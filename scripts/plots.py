@@ -1,0 +1,83 @@
+"""Figures of a comparison of methods. Drawn without pyplot, whose global state two jobs of a process would share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+Row = Mapping[str, Any]
+
+LENGTH_EDGES = (0, 2000, 4000, 7500, 1 << 30)
+"""Context lengths, in tokens, that ``by_length`` tells apart."""
+
+
+def pareto(rows: Sequence[Row], quality: str = "edit_similarity") -> Figure:
+    """Quality against the bytes that a decoded token reads, what was read to choose included."""
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    for number, row in enumerate(rows):
+        megabytes = (row["kv_bytes_per_token"] + row.get("digest_bytes_per_token", 0)) / 1e6
+        low, high = row.get(f"{quality}_ci") or (row[quality], row[quality])
+        error = [[row[quality] - low], [high - row[quality]]]
+        axes.errorbar(megabytes, row[quality], yerr=error, fmt="o", color=f"C{number}", capsize=3, alpha=0.9)
+        axes.annotate(row["method"], (megabytes, row[quality]), xytext=(6, 5), textcoords="offset points")
+    axes.set_xlabel("MB read a decoded token (K, V and what is read to choose)")
+    axes.set_ylabel(f"{quality.replace('_', ' ')} (points, 95 % interval)")
+    axes.set_xlim(left=0)
+    axes.grid(alpha=0.3)
+    return figure
+
+
+def by_length(samples: Sequence[Row], methods: Sequence[str], quality: str = "edit_similarity") -> Figure:
+    """Mean quality by the length of the context, methods side by side; the number of items below each group."""
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    bins = list(pairwise(LENGTH_EDGES))
+    inside = [[s for s in samples if low <= s["prompt_tokens"] < high] for low, high in bins]
+    used = [(bounds, members) for bounds, members in zip(bins, inside, strict=True) if members]
+    width = 0.8 / len(methods)
+    for number, method in enumerate(methods):
+        scores = [[s[quality] for s in members if s["method"] == method] for _, members in used]
+        heights = [float(np.mean(values)) if values else 0.0 for values in scores]
+        axes.bar(np.arange(len(used)) + (number - (len(methods) - 1) / 2) * width, heights, width, label=method)
+    counts = [len({s["item"] for s in members}) for _, members in used]
+    labels = [f"{_bounds(*bounds)}\n{count} items" for (bounds, _), count in zip(used, counts, strict=True)]
+    axes.set_xticks(range(len(used)), labels)
+    axes.set_xlabel("tokens of context")
+    axes.set_ylabel(f"{quality.replace('_', ' ')} (points)")
+    axes.legend(ncols=len(methods), loc="upper center", bbox_to_anchor=(0.5, 1.12), frameon=False)
+    return figure
+
+
+def per_item(samples: Sequence[Row], methods: Sequence[str], quality: str = "edit_similarity") -> Figure:
+    """Every score as a dot: a row a method, items from left to right by length, so that a mean hides nothing."""
+    items = sorted({(s["prompt_tokens"], s["item"]) for s in samples})
+    place = {item: number for number, (_, item) in enumerate(items)}
+    figure = Figure(figsize=(max(7.0, 0.25 * len(items)), 1.2 + 0.6 * len(methods)), layout="constrained")
+    axes = figure.add_subplot()
+    for number, method in enumerate(methods):
+        own = [s for s in samples if s["method"] == method]
+        dots = axes.scatter(
+            [place[s["item"]] for s in own],
+            [number] * len(own),
+            c=[s[quality] for s in own],
+            vmin=0,
+            vmax=100,
+            cmap="viridis",
+            s=60,
+        )
+    axes.set_yticks(range(len(methods)), methods)
+    axes.set_ylim(len(methods) - 0.5, -0.5)
+    axes.set_xlabel("item, from short to long context")
+    figure.colorbar(dots, ax=axes, label=quality.replace("_", " "))
+    return figure
+
+
+def _bounds(low: int, high: int) -> str:
+    if low == 0:
+        return f"under {high:,}"
+    return f"{low:,} and more" if high == LENGTH_EDGES[-1] else f"{low:,} to {high:,}"

@@ -1,0 +1,104 @@
+"""From samples to rows: every number of a row can be computed again from ``samples.jsonl`` alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from octavo.scripts.tasks.statistics import Estimate, bootstrap_mean, paired_bootstrap
+
+Sample = Mapping[str, Any]
+
+QUALITIES = ("exact_match", "edit_similarity", "identifier_exact_match", "identifier_f1")
+
+
+def rows(samples: Sequence[Sample], *, task: str, seed: int = 0, intervals: bool = True) -> list[dict[str, Any]]:
+    """One row a method, in the order of the samples.
+
+    Qualities are means over items, in points, with 95 % bootstrap intervals over items in ``<key>_ci``.
+    ``perplexity`` is that of the gold line: the exponential of minus the mean over items of
+    ``gold_log_likelihood_per_token`` (natural logarithm). ``<key>_vs_dense`` is the mean paired difference to dense
+    over the items that both have. ``seconds`` add up, item by item, the time from handing in to the finished line; the
+    methods of an item run in one batch, so their times overlap, and the peaks are of the batch.
+
+    Args:
+        intervals: False leaves out what needs resampling, for rows that are rewritten after every item.
+    """
+    good = [sample for sample in samples if "error" not in sample]
+    methods = list(dict.fromkeys(sample["method"] for sample in good))
+    by_method = {method: {s["item"]: s for s in good if s["method"] == method} for method in methods}
+    dense = by_method.get("dense", {})
+    found = []
+    for method, own in by_method.items():
+        failed = sum("error" in sample and sample["method"] == method for sample in samples)
+        row: dict[str, Any] = {"name": "octavo", "method": method, "task": task, "items": len(own), "failed": failed}
+        paired = [item for item in own if item in dense and method != "dense"]
+        for key in [key for key in QUALITIES if all(key in sample for sample in own.values())]:
+            _estimate(row, key, [sample[key] for sample in own.values()], seed, intervals)
+            if paired:
+                _compare(row, key, [own[i][key] for i in paired], [dense[i][key] for i in paired], seed, intervals)
+        likelihood = [_per_token(sample) for sample in own.values()]
+        _estimate(row, "gold_log_likelihood_per_token", likelihood, seed, intervals)
+        if paired:
+            pair = [_per_token(own[i]) for i in paired], [_per_token(dense[i]) for i in paired]
+            _compare(row, "gold_log_likelihood_per_token", *pair, seed, intervals)
+        row["perplexity"] = _exp(-row["gold_log_likelihood_per_token"])
+        if intervals:
+            low, high = row["gold_log_likelihood_per_token_ci"]
+            row["perplexity_ci"] = [_exp(-high), _exp(-low)]
+        row.update(_costs(list(own.values())))
+        found.append(row)
+    return found
+
+
+def _costs(samples: Sequence[Sample]) -> dict[str, Any]:
+    def total(key: str) -> float:
+        return sum(sample[key] for sample in samples)
+
+    steps, tokens, seconds = total("decode_steps"), total("new_tokens"), total("seconds")
+    return {
+        "kv_bytes_per_token": total("kv_bytes_read") / steps if steps else None,
+        "predicted_kv_bytes_per_token": total("predicted_kv_bytes") / steps if steps else None,
+        "digest_bytes_per_token": total("digest_bytes_read") / steps if steps else None,
+        "predicted_digest_bytes_per_token": total("predicted_digest_bytes") / steps if steps else None,
+        "units_held_peak": max(sample["units_held_peak"] for sample in samples),
+        "device_bytes_peak": max(sample["device_bytes_peak"] for sample in samples),
+        "prompt_tokens_mean": total("prompt_tokens") / len(samples),
+        "new_tokens": tokens,
+        "seconds": seconds,
+        "tokens_per_s": tokens / seconds if seconds else None,
+    }
+
+
+def _estimate(row: dict[str, Any], key: str, scores: Sequence[float], seed: int, intervals: bool) -> None:
+    if intervals:
+        estimate = bootstrap_mean(scores, seed=seed)
+        _put(row, key, estimate)
+    else:
+        row[key] = sum(scores) / len(scores)
+
+
+def _compare(
+    row: dict[str, Any], key: str, own: Sequence[float], dense: Sequence[float], seed: int, intervals: bool
+) -> None:
+    if intervals:
+        _put(row, f"{key}_vs_dense", paired_bootstrap(own, dense, seed=seed))
+    else:
+        row[f"{key}_vs_dense"] = sum(a - b for a, b in zip(own, dense, strict=True)) / len(own)
+
+
+def _put(row: dict[str, Any], key: str, estimate: Estimate) -> None:
+    row[key] = estimate.mean
+    row[f"{key}_ci"] = [estimate.low, estimate.high]
+
+
+def _per_token(sample: Sample) -> float:
+    return sum(sample["gold_logprobs"]) / len(sample["gold_logprobs"])
+
+
+def _exp(value: float) -> float:
+    try:
+        return math.exp(value)
+    except OverflowError:
+        return math.inf

@@ -1,0 +1,94 @@
+"""Methods from YAML: by name, by path, from a folder of one's own, changed, and refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hydra.core.global_hydra import GlobalHydra
+
+from octavo.scripts.build import method, methods
+from octavo.scripts.refusal import ConfigError
+from octavo.scripts.schema import SparseSettings
+
+from .conftest import Command, samples
+
+
+def test_dense_is_no_method() -> None:
+    assert method("dense") is None
+    assert method("dense", budget_tokens=64) is None
+
+
+def test_a_name_and_its_budget() -> None:
+    made = method("quest", budget_tokens=2048)
+    assert made is not None and made.name == "quest"
+    assert made.budget.tokens == 2048  # type: ignore[attr-defined]
+    assert made.dense_layers == (0, 1)  # type: ignore[attr-defined]
+
+
+def test_parts_can_be_changed() -> None:
+    made = method("streaming", keep={"sink_tokens": 4}, dense_layers=[])
+    assert made.keep.sink_tokens == 4 and made.keep.recent_tokens == 64  # type: ignore[union-attr]
+    assert made.dense_layers == ()  # type: ignore[union-attr]
+
+
+def test_a_file_of_ones_own_may_build_on_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.yaml").write_text(
+        "defaults:\n  - /sparse@_global_: streaming\n  - _self_\nname: mine\nkeep: {sink_tokens: 8}\n"
+    )
+    made = method(str(tmp_path / "mine.yaml"), budget_tokens=512)
+    assert made is not None and made.name == "mine"
+    assert made.keep.sink_tokens == 8 and made.budget.tokens == 512  # type: ignore[attr-defined]
+    monkeypatch.chdir(tmp_path)
+    assert method("./mine.yaml", budget_tokens=512) == made
+    assert not GlobalHydra.instance().is_initialized(), "nothing global stays behind"
+
+
+def test_unknown_names_are_refused_with_the_nearest() -> None:
+    with pytest.raises(
+        ConfigError, match=r"unknown sparse method 'qest'; did you mean 'quest'\? known: dense, .*random"
+    ):
+        method("qest")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"keeep": {}}, "no part 'keeep'; did you mean 'keep'"),
+        ({"keep": {"sink_tokns": 4}}, "sink_tokns"),
+        ({"scorer": {"_target_": "octavo.sparse.scorers.Nothing"}}, "Nothing"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=rf"method streaming: .*{message}"):
+        method("streaming", **changes)
+
+
+def test_a_file_without_a_target_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "bare.yaml").write_text("name: bare\n")
+    with pytest.raises(ConfigError, match=r"bare.yaml: no _target_"):
+        method(str(tmp_path / "bare.yaml"))
+
+
+def test_the_methods_of_a_run_share_their_budget() -> None:
+    made = methods(SparseSettings(methods=["dense", "quest", "random"], budget_tokens=256))
+    assert list(made) == ["dense", "quest", "random"] and made["dense"] is None
+    assert {m.budget.tokens for m in made.values() if m} == {256}  # type: ignore[attr-defined]
+
+
+def test_two_methods_of_one_name_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "other.yaml").write_text("defaults:\n  - /sparse@_global_: random\n  - _self_\n")
+    with pytest.raises(ConfigError, match="is named 'random', like another"):
+        methods(SparseSettings(methods=["random", str(tmp_path / "other.yaml")]))
+
+
+@pytest.mark.parametrize("way", ["--config-dir", "hydra.searchpath"])
+def test_a_run_finds_methods_on_its_search_path(way: str, octavo: Command, tiny: list[str], tmp_path: Path) -> None:
+    folder = tmp_path / "own"
+    (folder / "sparse").mkdir(parents=True)
+    (folder / "sparse" / "mine.yaml").write_text("defaults: [streaming, _self_]\nname: mine\ndense_layers: []\n")
+    where = ["--config-dir", str(folder)] if way == "--config-dir" else [f"hydra.searchpath=[file://{folder}]"]
+    arguments = [a for a in tiny if "overrides" not in a and "methods" not in a]
+    outcome = octavo(*where, *arguments, "sparse.methods=[dense,mine]", "limit=1")
+    assert outcome.code == 0, outcome.err
+    assert [sample["method"] for sample in samples(outcome.folder)] == ["dense", "mine"]

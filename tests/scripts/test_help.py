@@ -1,0 +1,79 @@
+"""Help, and what it must not need: torch, transformers, wandb, triton, a GPU, or the source tree."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+BLOCKED = """
+import sys
+for name in {names!r}:
+    sys.modules[name] = None  # an import of it raises ModuleNotFoundError
+"""
+
+
+def python(code: str, *arguments: str, cwd: Path, without: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    """Code in a fresh interpreter in which the packages ``without`` are not installed."""
+    program = BLOCKED.format(names=without) + code
+    command = [sys.executable, "-P", "-c", program, *arguments]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True)
+
+
+MAIN = "from octavo.scripts.main import main; sys.exit(main())"
+HEAVY = ("torch", "transformers", "wandb", "triton", "matplotlib", "rapidfuzz")
+
+
+def test_help_lists_experiments_without_heavy_imports(tmp_path: Path) -> None:
+    start = time.perf_counter()
+    result = python(MAIN, "--help", cwd=tmp_path, without=HEAVY)
+    assert time.perf_counter() - start < 3
+    assert result.returncode == 0, result.stderr
+    assert "code_completion  Complete lines of real Python files" in result.stdout
+    assert "generate " in result.stdout and "limit=2" in result.stdout and "resume=FOLDER" in result.stdout
+    assert not list(tmp_path.iterdir())
+
+
+def test_help_lists_experiments_of_ones_own(tmp_path: Path) -> None:
+    (tmp_path / "own" / "experiment").mkdir(parents=True)
+    (tmp_path / "own" / "experiment" / "mine.yaml").write_text(
+        "# @package _global_\n# octavo --config-dir own experiment=mine\n# What I try\ndefaults: [generate, _self_]\n"
+    )
+    result = python(MAIN, "--help", "--config-dir", "own", cwd=tmp_path, without=HEAVY)
+    assert "What I try" in result.stdout
+    shown = python(MAIN, "--config-dir", "own", "experiment=mine", "--cfg", "job", cwd=tmp_path, without=HEAVY)
+    assert shown.returncode == 0 and "experiment: generate" in shown.stdout
+
+
+def test_configuration_is_printed_from_anywhere(tmp_path: Path) -> None:
+    result = subprocess.run(
+        [sys.executable, "-P", "-m", "octavo.scripts.main", "--cfg", "job", "engine.page_tokens=32"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "page_tokens: 32" in result.stdout and "hydra:" not in result.stdout
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("missing", ["triton", "wandb", "open_clip", "matplotlib"])
+def test_help_without_an_optional_package(missing: str, tmp_path: Path) -> None:
+    assert python(MAIN, "--help", cwd=tmp_path, without=(missing,)).returncode == 0
+
+
+def test_generation_on_a_cpu_without_triton_and_wandb(tmp_path: Path, tiny_model: Path) -> None:
+    arguments = ["experiment=generate", f"model.path={tiny_model}", "tracking=off", "sampling.max_tokens=4"]
+    result = python(MAIN, *arguments, cwd=tmp_path, without=("triton", "wandb"))
+    assert result.returncode == 0 and "wandb" not in result.stderr, result.stderr
+    assert result.stdout.splitlines()[-1].startswith("run: ")
+
+
+def test_asking_for_triton_without_it_is_refused(tmp_path: Path, tiny_model: Path) -> None:
+    arguments = ["experiment=generate", f"model.path={tiny_model}", "tracking=off", "engine.backend=triton"]
+    result = python(MAIN, *arguments, cwd=tmp_path, without=("triton",))
+    assert result.returncode == 1
+    assert "octavo: " in result.stderr and "backend" in result.stderr and "Traceback" not in result.stderr

@@ -1,0 +1,286 @@
+"""The command as a whole, on a tiny model: files, interruptions, resumption, sweeps, paths."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from octavo.scripts.experiments import code_completion
+from octavo.scripts.schema import EXPERIMENTS
+
+from .conftest import Command, Outcome, samples, strict
+
+TIMES = ("seconds", "tokens_per_s", "device_bytes_peak", "units_held_peak")
+
+
+def same(rows: list[dict[str, Any]], others: list[dict[str, Any]]) -> None:
+    """Equal but for times; log-likelihoods to fp32, since what is cached decides the shapes that are multiplied."""
+    for row, other in zip(rows, others, strict=True):
+        assert row.keys() == other.keys()
+        for key in row.keys() - set(TIMES):
+            assert row[key] == (
+                other[key] if isinstance(row[key], str) else pytest.approx(other[key], rel=1e-4, abs=1e-6)
+            ), key
+
+
+def failing_at(count: int, action: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the main job run ``count`` items, then do ``action`` in the next one."""
+    complete, done = code_completion.complete, 0
+
+    def counted(*arguments: Any) -> Any:
+        nonlocal done
+        done += 1
+        if done == count + 1:
+            action()
+        return complete(*arguments)
+
+    monkeypatch.setattr(code_completion, "complete", counted)
+
+
+def stop() -> None:
+    raise RuntimeError("boom")
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_limit_makes_any_experiment_a_smoke_test(name: str, octavo: Command, tiny: list[str], tiny_model: Path) -> None:
+    arguments = tiny if name == "code_completion" else [f"model.path={tiny_model}"]
+    outcome = octavo(f"experiment={name}", "limit=2", *arguments)
+    assert outcome.code == 0, outcome.err
+    assert outcome.metrics["complete"] is True and outcome.metrics["rows"]
+    assert outcome.folder.parent == Path.cwd() / "runs" / name
+    assert len({sample["item"] for sample in samples(outcome.folder)}) == 2
+
+
+def test_a_run_folder_holds_everything(octavo: Command, tiny: list[str]) -> None:
+    outcome = octavo(*tiny, "limit=3")
+    folder = outcome.folder
+    assert folder.is_absolute()
+    assert sorted(entry.name for entry in folder.iterdir()) == [
+        "config.yaml",
+        "metrics.json",
+        "plots",
+        "report.html",
+        "samples.jsonl",
+    ]
+    assert {file.name for file in (folder / "plots").iterdir()} == {"pareto.png", "by_length.png", "per_item.png"}
+    config = OmegaConf.load(folder / "config.yaml")
+    assert config.limit == 3 and config.engine.page_tokens is None and "${" not in (folder / "config.yaml").read_text()
+    report = (folder / "report.html").read_text()
+    assert report.count("data:image/png;base64,") == 3 and "http" not in report.replace("http-equiv", "")
+
+    rows = outcome.metrics["rows"]
+    assert [row["method"] for row in rows] == ["dense", "streaming", "quest"]
+    for row in rows:
+        assert row["name"] == "octavo" and row["task"] == "code_lines" and row["items"] == 3 and row["failed"] == 0
+        assert row["kv_bytes_per_token"] == row["predicted_kv_bytes_per_token"] > 0
+        assert row["exact_match_ci"][0] <= row["exact_match"] <= row["exact_match_ci"][1]
+        assert row["perplexity_ci"][0] <= row["perplexity"] <= row["perplexity_ci"][1]
+        assert row["units_held_peak"] > 0 and row["device_bytes_peak"] > 0 and row["tokens_per_s"] > 0
+    assert rows[1]["kv_bytes_per_token"] < rows[0]["kv_bytes_per_token"]
+    assert "edit_similarity_vs_dense" not in rows[0] and "edit_similarity_vs_dense_ci" in rows[1]
+
+
+def test_dense_computes_the_prompt_and_the_others_find_it(octavo: Command, tiny: list[str]) -> None:
+    for sample in samples(octavo(*tiny, "limit=1").folder):
+        whole_pages = (sample["prompt_tokens"] - 1) // 16 * 16
+        assert sample["cached_tokens"] == (0 if sample["method"] == "dense" else whole_pages)
+
+
+INTERRUPTIONS = {
+    "ctrl-c": (lambda: signal.raise_signal(signal.SIGINT), 130),
+    "terminated": (lambda: signal.raise_signal(signal.SIGTERM), 143),
+    "exception": (stop, 1),
+}
+
+
+def test_an_interrupted_run_is_valid_and_goes_on(
+    octavo: Command, tiny: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Interrupted after 2 of 5 items, resumed and interrupted after one more, and again, and finished."""
+    arguments, finished = tiny, 0
+    for items, (how, (action, code)) in zip((2, 1, 1), INTERRUPTIONS.items(), strict=True):
+        with monkeypatch.context() as patch:
+            failing_at(items, action, patch)
+            outcome = octavo(*arguments)
+        finished += items
+        assert outcome.code == code, how
+        assert outcome.metrics["complete"] is False
+        assert [row["items"] for row in outcome.metrics["rows"]] == [finished] * 3
+        assert len(samples(outcome.folder)) == 3 * finished
+        if how == "exception":
+            assert "RuntimeError: boom" in outcome.err and "in stop" in (outcome.folder / "run.log").read_text()
+        else:
+            assert f"go on with: octavo resume={outcome.folder}" in outcome.err
+        arguments = [f"resume={outcome.folder}"]
+
+    with monkeypatch.context() as patch:
+        failing_at(1, stop, patch)  # the one that is left, and no more
+        last = octavo(*arguments)
+    assert last.code == 0, last.err
+    assert f"resume={last.folder}" == arguments[0]
+    assert last.metrics["complete"] is True
+    done = [(sample["item"], sample["method"]) for sample in samples(last.folder)]
+    assert len(done) == len(set(done)) == 15
+    same(last.metrics["rows"], octavo(*tiny).metrics["rows"])
+
+
+def test_an_item_that_lacks_one_method_gets_that_one(octavo: Command, tiny: list[str]) -> None:
+    first = octavo(*tiny, "limit=2")
+    file = first.folder / "samples.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(lines[:-1]) + lines[-1][:20])
+    second = octavo(f"resume={first.folder}")
+    assert second.code == 0, second.err
+    assert [s["output"] for s in samples(second.folder)] == [s["output"] for s in map(json.loads, lines)]
+
+
+def test_a_finished_run_has_nothing_left(octavo: Command, tiny: list[str]) -> None:
+    first = octavo(*tiny, "limit=2")
+    before = (first.folder / "samples.jsonl").read_bytes()
+    assert octavo(f"resume={first.folder}").code == 0
+    assert (first.folder / "samples.jsonl").read_bytes() == before
+
+
+def test_resuming_with_other_settings_is_refused(octavo: Command, tiny: list[str]) -> None:
+    first = octavo(*tiny, "limit=2")
+    refused = octavo(f"resume={first.folder}", *tiny, "limit=2", "sparse.budget_tokens=64")
+    assert refused.code == 1 and "sparse.budget_tokens (128 there, 64 now)" in refused.err
+    assert first.metrics["complete"] is True
+    assert octavo(f"resume={first.folder}", *tiny, "limit=2").code == 0
+
+
+def test_a_folder_with_a_run_is_refused(octavo: Command, tiny: list[str]) -> None:
+    first = octavo(*tiny, "limit=1", "hydra.run.dir=here")
+    assert first.folder == Path.cwd() / "here"
+    before = {file: file.read_bytes() for file in first.folder.rglob("*") if file.is_file()}
+    second = octavo(*tiny, "limit=1", "hydra.run.dir=here")
+    assert second.code == 1 and "already holds a run" in second.err
+    assert {file: file.read_bytes() for file in first.folder.rglob("*") if file.is_file()} == before
+
+
+def test_a_saved_configuration_runs_again_from_anywhere(
+    octavo: Command, tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = octavo(*tiny, "limit=2")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    again = octavo("--config-path", str(first.folder), "--config-name", "config", "tracking.mode=off")
+    assert again.code == 0, again.err
+    assert again.folder != first.folder
+    same(again.metrics["rows"], first.metrics["rows"])
+
+
+def jobs(tmp_path: Path) -> list[Path]:
+    return sorted((tmp_path / "multirun" / "code_completion").glob("*/*-*"))
+
+
+def test_the_jobs_of_a_sweep_are_apart(
+    octavo: Command, tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three jobs whose second raises: the others complete, it says so at once and in its own log, the exit is not 0."""
+    complete = code_completion.complete
+
+    def second_raises(item: Any, methods: Any, engine: Any, config: Any, tokenizer: Any) -> Any:
+        if config.engine.page_tokens == 32:
+            raise RuntimeError("boom")
+        return complete(item, methods, engine, config, tokenizer)
+
+    monkeypatch.setattr(code_completion, "complete", second_raises)
+    outcome = octavo("-m", *tiny, "limit=1", "engine.page_tokens=16,32,8")
+    assert outcome.code == 1
+    folders = jobs(tmp_path)
+    assert [folder.name.split("-")[0] for folder in folders] == ["0", "1", "2"]
+    assert [strict(folder / "metrics.json")["complete"] for folder in folders] == [True, False, True]
+    assert [(folder / "run.log").exists() for folder in folders] == [False, True, False]
+    log = (folders[1] / "run.log").read_text()
+    assert "Traceback" in log and "RuntimeError: boom" in log
+    assert [OmegaConf.load(folder / "config.yaml").engine.page_tokens for folder in folders] == [16, 32, 8]
+    assert outcome.out.count("run: ") == 3
+
+
+def test_a_sweep_with_a_misspelt_key_runs_nothing(octavo: Command, tiny: list[str], tmp_path: Path) -> None:
+    outcome = octavo("-m", *tiny, "engine.page_tokns=16,32")
+    assert outcome.code == 1 and "did you mean 'engine.page_tokens'?" in outcome.err
+    assert not jobs(tmp_path)
+
+
+@pytest.mark.parametrize("chdir", [False, True])
+@pytest.mark.parametrize("sweep", [False, True])
+def test_paths_are_relative_to_the_launch_directory(
+    sweep: bool, chdir: bool, octavo: Command, tiny: list[str], tiny_model: Path, items_file: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "model").symlink_to(tiny_model)
+    (tmp_path / "items.jsonl.gz").symlink_to(items_file)
+    (tmp_path / "mine.yaml").write_text("defaults:\n  - /sparse@_global_: streaming\n  - _self_\ndense_layers: []\n")
+    outcome = octavo(
+        *(["-m"] if sweep else []),
+        "model.path=model",
+        "task.path=items.jsonl.gz",
+        "task.max_new_tokens=4",
+        "sparse.methods=[dense,./mine.yaml]",
+        "sparse.budget_tokens=128",
+        "limit=1",
+        f"hydra.job.chdir={chdir}",
+    )
+    assert outcome.code == 0, outcome.err
+    assert outcome.folder.is_relative_to(tmp_path / ("multirun" if sweep else "runs"))
+    assert OmegaConf.load(outcome.folder / "config.yaml").model.path == str(tmp_path / "model")
+    assert Path.cwd() == tmp_path
+
+    missing = octavo(*tiny, "task.path=nothing.jsonl.gz", f"hydra.job.chdir={chdir}")
+    assert missing.code == 1 and f"{tmp_path}/nothing.jsonl.gz" in missing.err
+
+
+def test_a_corrupt_item_file_is_named(octavo: Command, tiny: list[str], items_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "cut.gz").write_bytes(items_file.read_bytes()[:-20])
+    outcome = octavo(*tiny, f"task.path={tmp_path}/cut.gz")
+    assert outcome.code == 1 and f"{tmp_path}/cut.gz: corrupt or cut short" in outcome.err
+    assert "Traceback" not in outcome.err
+
+
+def test_an_item_that_does_not_fit_is_recorded_and_the_rest_goes_on(octavo: Command, tiny: list[str]) -> None:
+    outcome = octavo(*tiny, "task.max_prompt_tokens=70")
+    every = samples(outcome.folder)
+    errors = [sample for sample in every if "error" in sample]
+    assert outcome.code == 0, outcome.err
+    assert len(every) == 15 and errors and all("above the limit of 70" in sample["error"] for sample in errors)
+
+
+def test_a_full_disk_is_one_clear_message(octavo: Command, tiny: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(count: int) -> None:
+        real, left = os.fsync, count
+
+        def fsync(file: int) -> None:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            real(file)
+
+        patch.setattr(os, "fsync", fsync)
+
+    with monkeypatch.context() as patch:
+        full(6)  # the first metrics, an item's three samples, its metrics, and one sample of the second item
+        first = octavo(*tiny)
+    assert first.code == 1 and "no space left while writing" in first.err and "Traceback" not in first.err
+    assert first.metrics["complete"] is False
+    assert len(samples(first.folder)) == 4
+    assert octavo(f"resume={first.folder}").metrics["complete"] is True
+
+
+def test_generate_prints_and_refuses_one_bad_prompt(octavo: Command, tiny_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "more.txt").write_text("third\n\n" + "x" * 2000 + "\n")
+    outcome: Outcome = octavo(
+        "experiment=generate", f"model.path={tiny_model}", "prompts=[first,second]", "prompts_file=more.txt"
+    )
+    assert outcome.code == 1 and "prompt 3:" in outcome.err and "2000" in outcome.err
+    assert [sample["prompt"] for sample in samples(outcome.folder)] == ["first", "second", "third"]
+    assert outcome.metrics["rows"][0]["prompts"] == 3
