@@ -2,13 +2,16 @@
 
     q          [B, Hq, D]            the g query heads of a KV head are the rows of one matrix product, padded to 16
     table      int32 [Lt, B, Ht, M]  axes of size 1 broadcast: their stride is passed as 0
-    part_out   fp32 [B, Hq, S, D]    normalised output of each of S splits
-    part_lse   fp32 [B, Hq, S]       its log-sum-exp, base 2
-    entry_lse  fp32 [B, Hq, M]       log-sum-exp, base 2, of the scores on each table entry, when mass is wanted
+    part_out   fp32 [S, Hq, D]       normalised output of each split
+    part_lse   fp32 [S, Hq]          its log-sum-exp, base 2
+    piece_lse  fp32 [B, Hq, P]       log-sum-exp, base 2, of the scores on each piece of the table, when mass is wanted;
+                                     a piece is an entry, or BLOCK_N slots of one that is larger
 
-S and every other launch argument come from shapes and from the number of SMs alone. Lengths are read on the device, so
-a captured graph replays at any length. Split and combine work out a sequence's share of the splits from its length by
-the same function (``split_span``); splits left over exit at once and nobody reads their partials.
+Every launch argument comes from shapes and from the number of SMs alone, so a captured graph replays at any length. The
+lengths are read on the device, where each program works out the same plan (``plan``): the tiles of the whole batch over
+the number of programs wanted is the share of a split; a sequence gets as many splits as its tiles need, and the splits
+of the sequences follow each other. So a split is a like amount of work in a ragged batch too. Splits that no sequence
+needs exit at once.
 
 A tile is BLOCK_N slots, whatever the unit: each tile row finds its own entry, one vector load for the tile, fetched one
 tile ahead so that the loads of K and V never wait for the table. A row past the end reads entry 0, whose valid count is
@@ -50,6 +53,7 @@ SETTINGS = {
     (256, 4): (16, 4, 2),
 }
 PROGRAMS_PER_SM = 3
+ROUNDS = 2  # a batch is cut to fill the SMs so many times: the last round ends less ragged; one sequence once, evenly
 MIN_SPLIT_TOKENS = 256  # below this a split costs more in start-up and combining than it gains
 COMBINE_SPLITS = 16  # splits that the combine reads at a time
 MASS_ENTRIES = 256  # entries that a program of the mass kernel finishes
@@ -105,22 +109,41 @@ def axis_strides(x: Tensor) -> tuple[int, int, int]:
 
 
 @triton.jit
-def split_span(
-    length, q_pos, splits, WINDOW: tl.constexpr, ORDERED: tl.constexpr, BLOCK_N: tl.constexpr, MIN_TILES: tl.constexpr
-):
-    """First slot, end and slots per split of what one query may see; ordered tables end at its own position."""
-    first = 0
+def span(length, q_pos, WINDOW: tl.constexpr, ORDERED: tl.constexpr, BLOCK_N: tl.constexpr):
+    """First slot (of a tile), end and tiles of what a query may see; an ordered table ends at the query's position."""
+    first = length * 0
     end = length
     if ORDERED:
         end = tl.maximum(tl.minimum(length, q_pos + 1), 0)
         if WINDOW > 0:
-            first = tl.maximum(q_pos + 1 - WINDOW, 0) // BLOCK_N
-    tiles = tl.maximum(tl.cdiv(end, BLOCK_N) - first, 0)
-    return first * BLOCK_N, end, tl.maximum(tl.cdiv(tiles, splits), MIN_TILES) * BLOCK_N
+            first = tl.maximum(q_pos + 1 - WINDOW, 0) // BLOCK_N * BLOCK_N
+    return first, end, tl.maximum(tl.cdiv(end - first, BLOCK_N), 0)
 
 
-_UNSPECIALISED = ["layer", "splits", "scale", "cap", "l_layer", "l_batch", "l_head"]
-_UNSPECIALISED += ["t_layer", "t_batch", "t_head", "p_layer", "p_batch", "p_head", "entries"]
+@triton.jit
+def plan(
+    lengths,
+    l_batch,
+    q_pos,
+    batch,
+    wanted,
+    WINDOW: tl.constexpr,
+    ORDERED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    MIN_TILES: tl.constexpr,
+):
+    """Number of splits of each sequence, int32 [BLOCK_B]; in all at most ``wanted + batch``."""
+    b = tl.arange(0, BLOCK_B)
+    length = tl.load(lengths + b * l_batch, mask=b < batch, other=0)
+    position = tl.load(q_pos + b, mask=b < batch, other=-1)
+    _, _, tiles = span(length, position, WINDOW, ORDERED, BLOCK_N)
+    tiles = tl.where(b < batch, tiles, 0)
+    return tl.cdiv(tiles, tl.maximum(tl.cdiv(tl.sum(tiles), wanted), MIN_TILES))
+
+
+_UNSPECIALISED = ["layer", "batch", "wanted", "scale", "cap", "l_layer", "l_batch", "l_head"]
+_UNSPECIALISED += ["t_layer", "t_batch", "t_head", "p_layer", "p_batch", "p_head", "entries", "pieces"]
 
 
 @triton.jit(do_not_specialize=_UNSPECIALISED)
@@ -136,11 +159,13 @@ def _decode_kernel(
     lse,
     part_out,
     part_lse,
-    entry_lse,
+    piece_lse,
     layer,
+    batch,
+    wanted,
     scale,
     cap,
-    entries,
+    pieces,
     q_batch,
     q_head,
     out_batch,
@@ -161,6 +186,7 @@ def _decode_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_B: tl.constexpr,
     MIN_TILES: tl.constexpr,
     WINDOW: tl.constexpr,
     CAPPED: tl.constexpr,
@@ -171,18 +197,27 @@ def _decode_kernel(
 ):
     head = tl.program_id(0)
     split = tl.program_id(1)
-    b = tl.program_id(2)
     kv_heads = tl.num_programs(0)
-    splits = tl.num_programs(1)
-
     layer = layer.to(tl.int64)
-    length = tl.load(lengths + layer * l_layer + b * l_batch + head * l_head)
+    lengths += layer * l_layer + head * l_head
+
+    b = split
+    part = 0  # of the sequence's splits
+    parts = 1
+    if not DIRECT:
+        splits = plan(lengths, l_batch, q_pos, batch, wanted, WINDOW, ORDERED, BLOCK_N, BLOCK_B, MIN_TILES)
+        ends = tl.cumsum(splits)
+        b = tl.sum((ends <= split).to(tl.int32))
+        if b >= batch:
+            return
+        mine = tl.arange(0, BLOCK_B) == b
+        parts = tl.sum(tl.where(mine, splits, 0))
+        part = split - tl.sum(tl.where(mine, ends, 0)) + parts
     position = tl.load(q_pos + b)
-    first, end, share = split_span(length, position, splits, WINDOW, ORDERED, BLOCK_N, MIN_TILES)
-    first += split * share
-    last = tl.minimum(first + share, end)
-    if (not DIRECT) & (first >= last):
-        return
+    first, last, tiles = span(tl.load(lengths + b * l_batch), position, WINDOW, ORDERED, BLOCK_N)
+    share = tl.cdiv(tiles, parts) * BLOCK_N  # even within the sequence
+    first += part * share
+    last = tl.minimum(first + share, last)
 
     row = table + layer * t_layer + b * t_batch + head * t_head
     starts = unit_pos + layer * p_layer + b * p_batch + head * p_head
@@ -226,11 +261,12 @@ def _decode_kernel(
         probs = tl.exp2(scores - pivot[:, None])
         decay = tl.exp2(top - pivot)
         if MASS:
-            by_entry = tl.sum(tl.reshape(probs, [BLOCK_M, BLOCK_N // U, U]), 2)  # [M, N / U]
-            index = start // U + tl.arange(0, BLOCK_N // U)
-            to = entry_lse + (b * (kv_heads * GROUP) + heads)[:, None].to(tl.int64) * entries + index[None, :]
-            keep = (m < GROUP)[:, None] & (index * U < last)[None, :]
-            tl.store(to, pivot[:, None] + tl.log2(by_entry), mask=keep)
+            PIECE: tl.constexpr = min(U, BLOCK_N)
+            by_piece = tl.sum(tl.reshape(probs, [BLOCK_M, BLOCK_N // PIECE, PIECE]), 2)  # [M, N / PIECE]
+            index = start // PIECE + tl.arange(0, BLOCK_N // PIECE)
+            to = piece_lse + (b * (kv_heads * GROUP) + heads)[:, None].to(tl.int64) * pieces + index[None, :]
+            keep = (m < GROUP)[:, None] & (index * PIECE < last)[None, :]
+            tl.store(to, pivot[:, None] + tl.log2(by_piece), mask=keep)
         total = total * decay + tl.sum(probs, 1)
         acc = acc * decay[:, None] + tl.dot(probs.to(v.dtype), v, input_precision="ieee")
         top = new_top
@@ -247,7 +283,7 @@ def _decode_kernel(
         tl.store(out + b * out_batch + heads[:, None] * out_head + d[None, :], acc, mask=q_mask)
         tl.store(lse + at_row, row_lse * LN2, mask=m < GROUP)
     else:
-        at_part = at_row * splits + split
+        at_part = split * (kv_heads * GROUP) + heads
         tl.store(part_out + at_part[:, None] * D + d[None, :], acc, mask=q_mask)
         tl.store(part_lse + at_part, row_lse, mask=m < GROUP)
 
@@ -262,7 +298,8 @@ def _combine_kernel(
     out,
     lse,
     layer,
-    splits,
+    batch,
+    wanted,
     out_batch,
     out_head,
     l_layer,
@@ -272,6 +309,7 @@ def _combine_kernel(
     D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_B: tl.constexpr,
     BLOCK_S: tl.constexpr,
     MIN_TILES: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -280,20 +318,22 @@ def _combine_kernel(
 ):
     head = tl.program_id(0)
     b = tl.program_id(1)
-    length = tl.load(lengths + layer.to(tl.int64) * l_layer + b * l_batch + head // GROUP * l_head)
-    first, end, share = split_span(length, tl.load(q_pos + b), splits, WINDOW, ORDERED, BLOCK_N, MIN_TILES)
-    used = tl.cdiv(tl.maximum(end - first, 0), share)
+    lengths += layer.to(tl.int64) * l_layer + head // GROUP * l_head
+    splits = plan(lengths, l_batch, q_pos, batch, wanted, WINDOW, ORDERED, BLOCK_N, BLOCK_B, MIN_TILES)
+    stop = tl.sum(tl.where(tl.arange(0, BLOCK_B) <= b, splits, 0))
+    begin = stop - tl.sum(tl.where(tl.arange(0, BLOCK_B) == b, splits, 0))
 
     d = tl.arange(0, BLOCK_D)
     at_row = b * tl.num_programs(0) + head
     top = tl.max(tl.full([BLOCK_S], float("-inf"), tl.float32))
     total = 0.0
     acc = tl.zeros([BLOCK_D], tl.float32)
-    for start in range(0, used, BLOCK_S):
-        s = start + tl.arange(0, BLOCK_S)
-        part = tl.load(part_lse + at_row * splits + s, mask=s < used, other=float("-inf"))  # [S]
-        inside = (s < used)[:, None] & (d < D)[None, :]
-        rows = tl.load(part_out + (at_row * splits + s)[:, None] * D + d[None, :], mask=inside, other=0.0)  # [S, D]
+    for start in range(begin, stop, BLOCK_S):
+        split = start + tl.arange(0, BLOCK_S)
+        at_part = split * tl.num_programs(0) + head
+        part = tl.load(part_lse + at_part, mask=split < stop, other=float("-inf"))  # [S]
+        inside = (split < stop)[:, None] & (d < D)[None, :]
+        rows = tl.load(part_out + at_part[:, None] * D + d[None, :], mask=inside, other=0.0)  # [S, D]
         new_top = tl.maximum(top, tl.max(part))
         pivot = tl.where(new_top == float("-inf"), 0.0, new_top)
         weight = tl.exp2(part - pivot)
@@ -314,7 +354,7 @@ def _combine_kernel(
 
 @triton.jit(do_not_specialize=_UNSPECIALISED)
 def _mass_kernel(
-    entry_lse,
+    piece_lse,
     lse,
     lengths,
     q_pos,
@@ -335,20 +375,26 @@ def _mass_kernel(
     head = tl.program_id(1)
     b = tl.program_id(2)
     length = tl.load(lengths + layer.to(tl.int64) * l_layer + b * l_batch + head * l_head)
-    first, end, _ = split_span(length, tl.load(q_pos + b), 1, WINDOW, ORDERED, BLOCK_N, 1)
+    first, end, _ = span(length, tl.load(q_pos + b), WINDOW, ORDERED, BLOCK_N)
 
     at_row = b * tl.num_programs(1) + head
     m = tl.arange(0, BLOCK_M)
-    index = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
-    written = (index * U >= first) & (index * U < end)  # the decode kernel visited these and no others
-    inside = (m < GROUP)[:, None] & written[None, :]
     rows = at_row * GROUP + m
-    share = tl.load(entry_lse + rows[:, None].to(tl.int64) * entries + index[None, :], mask=inside, other=float("-inf"))
     denominator = tl.load(lse + rows, mask=m < GROUP, other=0.0) * LOG2E
-    # A row that saw nothing has only entries of minus infinity; any finite denominator makes them 0.
+    # A row that saw nothing has only pieces of minus infinity; any finite denominator makes them 0.
     denominator = tl.where(denominator == float("-inf"), 0.0, denominator)
-    mean = tl.sum(tl.exp2(share - denominator[:, None]), 0) / GROUP
-    tl.store(mass + at_row.to(tl.int64) * entries + index, mean, mask=index < entries)
+
+    index = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
+    PIECE: tl.constexpr = min(U, BLOCK_N)
+    total = tl.zeros([BLOCK_E], tl.float32)
+    for i in tl.static_range(U // PIECE):
+        piece = index * (U // PIECE) + i
+        slot = piece * PIECE
+        written = (slot >= first) & (slot < end)  # the decode kernel visited these and no others
+        at = piece_lse + rows[:, None].to(tl.int64) * (entries * (U // PIECE)) + piece[None, :]
+        share = tl.load(at, mask=(m < GROUP)[:, None] & written[None, :], other=float("-inf"))  # [M, E]
+        total += tl.sum(tl.exp2(share - denominator[:, None]), 0)
+    tl.store(mass + at_row.to(tl.int64) * entries + index, total / GROUP, mask=index < entries)
 
 
 @cache
@@ -356,13 +402,14 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
-def split_count(batch: int, kv_heads: int, slots: int, multiprocessors: int) -> int:
-    """Splits of each (sequence, KV head), from shapes alone, never from lengths.
+def split_counts(batch: int, kv_heads: int, slots: int, multiprocessors: int) -> tuple[int, int]:
+    """Splits of a KV head: those wanted for a full machine, and at most how many there are (0: a program a row).
 
-    One sequence is cut to fill the SMs once. A batch may be ragged, so it is cut finer, to fill them twice.
+    From shapes alone, never from lengths; ``slots`` is the capacity of a table row.
     """
-    programs = PROGRAMS_PER_SM * multiprocessors * min(batch, 2)
-    return max(min(programs // max(batch * kv_heads, 1), triton.cdiv(slots, MIN_SPLIT_TOKENS)), 1)
+    most = triton.cdiv(slots, MIN_SPLIT_TOKENS)
+    wanted = max(PROGRAMS_PER_SM * multiprocessors * min(batch, ROUNDS) // kv_heads, 1)
+    return wanted, min(wanted + batch, batch * most) if most > 1 else 0
 
 
 def decode(
@@ -386,9 +433,7 @@ def decode(
 
     block_d = max(triton.next_power_of_2(head_dim), 16)
     block_n, warps, stages = SETTINGS[block_d, q.element_size()]
-    if want_mass and unit_tokens > block_n:  # the mass of an entry is summed within a tile
-        block_n, stages = unit_tokens, 1
-    splits = split_count(batch, kv_heads, entries * unit_tokens, _multiprocessors(q.device))
+    wanted, splits = split_counts(batch, kv_heads, entries * unit_tokens, _multiprocessors(q.device))
     group = q_heads // kv_heads
     block_m = max(triton.next_power_of_2(group), 16)
     common = {
@@ -397,19 +442,23 @@ def decode(
         "WINDOW": window,
         "ORDERED": unit_pos is None,
     }
-    min_tiles = max(MIN_SPLIT_TOKENS // block_n, 1)
+    division = {
+        "BLOCK_B": 1 if batch == 1 else max(triton.next_power_of_2(batch), 128),
+        "MIN_TILES": max(MIN_SPLIT_TOKENS // block_n, 1),
+    }
 
     fp32 = {"dtype": torch.float32, "device": q.device}
     out = torch.empty_like(q)
     lse = torch.empty((batch, q_heads), **fp32)
     mass = torch.empty((batch, kv_heads, entries) if want_mass else (0,), **fp32)
-    part_out = torch.empty((batch, q_heads, splits, head_dim) if splits > 1 else (0,), **fp32)
-    part_lse = torch.empty((batch, q_heads, splits) if splits > 1 else (0,), **fp32)
-    entry_lse = torch.empty((batch, q_heads, entries) if want_mass else (0,), **fp32)
+    part_out = torch.empty((splits, q_heads, head_dim), **fp32)
+    part_lse = torch.empty((splits, q_heads), **fp32)
+    pieces = entries * max(unit_tokens // block_n, 1)
+    piece_lse = torch.empty((batch, q_heads, pieces) if want_mass else (0,), **fp32)
 
     scale, cap = score_arguments(scale, softcap)
     length_strides = axis_strides(lengths)
-    _decode_kernel[kv_heads, splits, batch](
+    _decode_kernel[kv_heads, splits or batch](
         q,
         pool,
         table,
@@ -421,11 +470,13 @@ def decode(
         lse,
         part_out,
         part_lse,
-        entry_lse,
+        piece_lse,
         layer,
+        batch,
+        wanted,
         scale,
         cap,
-        entries,
+        pieces,
         q.stride(0),
         q.stride(1),
         out.stride(0),
@@ -438,16 +489,16 @@ def decode(
         D=head_dim,
         BLOCK_M=block_m,
         BLOCK_D=block_d,
-        MIN_TILES=min_tiles,
         CAPPED=softcap != 0,
         SINKS=sinks is not None,
         MASS=want_mass,
-        DIRECT=splits == 1,
+        DIRECT=splits == 0,
         num_warps=warps,
         num_stages=stages,
         **common,
+        **division,
     )
-    if splits > 1:
+    if splits:
         _combine_kernel[q_heads, batch](
             part_out,
             part_lse,
@@ -457,21 +508,22 @@ def decode(
             out,
             lse,
             layer,
-            splits,
+            batch,
+            wanted,
             out.stride(0),
             out.stride(1),
             *length_strides,
             D=head_dim,
             BLOCK_D=block_d,
             BLOCK_S=COMBINE_SPLITS,
-            MIN_TILES=min_tiles,
             SINKS=sinks is not None,
             num_warps=4,
             **common,
+            **division,
         )
     if want_mass:
         _mass_kernel[triton.cdiv(entries, MASS_ENTRIES), kv_heads, batch](
-            entry_lse,
+            piece_lse,
             lse,
             lengths,
             q_pos,

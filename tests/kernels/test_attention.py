@@ -41,16 +41,18 @@ def test_decode_cpu(case):
 
 
 @interpreted
-@pytest.mark.parametrize(
-    ("case", "splits"),
-    [(case, 3) for case in DECODE] + [(case, 1) for case in DECODE if case.name in DIRECT_CASES],
-    ids=lambda x: x.name if isinstance(x, Case) else {1: "direct", 3: "splits"}[x],
-)
-def test_decode_triton(case, splits, small_tiles, monkeypatch):
-    """One program finishes a row, or three and a combine."""
+@pytest.mark.parametrize("case", DECODE, ids=ids)
+def test_decode_triton(case, small_tiles):
+    compare("triton", case, torch.float32)
+
+
+@interpreted
+@pytest.mark.parametrize("case", [case for case in DECODE if case.name in DIRECT_CASES], ids=ids)
+def test_decode_triton_without_splits(case, small_tiles, monkeypatch):
+    """A table so short that one program finishes a row."""
     from octavo.kernels import triton_decode
 
-    monkeypatch.setattr(triton_decode, "split_count", lambda *shape: splits)
+    monkeypatch.setattr(triton_decode, "MIN_SPLIT_TOKENS", 4096)
     compare("triton", case, torch.float32)
 
 
@@ -192,20 +194,17 @@ def test_units_beyond_two_to_the_31_elements(backend):
 
 
 @interpreted
-def test_split_count_fills_the_machine_and_no_more():
-    from octavo.kernels.triton_decode import MIN_SPLIT_TOKENS, PROGRAMS_PER_SM, split_count
+@pytest.mark.parametrize(
+    ("batch", "kv_heads", "slots"),
+    [(1, 8, 1024), (1, 8, 32768), (8, 8, 32768), (36, 1, 220_000), (512, 8, 4096), (0, 8, 512)],
+)
+def test_splits_fill_the_machine_and_no_more(batch, kv_heads, slots):
+    from octavo.kernels.triton_decode import MIN_SPLIT_TOKENS, PROGRAMS_PER_SM, ROUNDS, split_counts
 
-    for batch, kv_heads, slots in [
-        (1, 8, 1024),
-        (1, 8, 32768),
-        (8, 8, 32768),
-        (32, 8, 8192),
-        (36, 1, 220_000),
-        (0, 8, 9),
-    ]:
-        splits = split_count(batch, kv_heads, slots, 132)
-        assert 1 <= splits <= max(-(-slots // MIN_SPLIT_TOKENS), 1)
-        assert splits == 1 or batch * kv_heads * splits <= PROGRAMS_PER_SM * 132 * 2
+    wanted, most = split_counts(batch, kv_heads, slots, 132)
+    assert wanted >= 1 and kv_heads * wanted <= PROGRAMS_PER_SM * 132 * ROUNDS
+    assert most <= batch * -(-slots // MIN_SPLIT_TOKENS)
+    assert most <= wanted + batch
 
 
 def test_layer_is_not_the_first():
