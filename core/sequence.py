@@ -130,11 +130,13 @@ class Sequence:
         return limit
 
     def provenance(self, page: int, page_tokens: int) -> str:
-        """How the KV of a full page came to be: "" is exact, otherwise the method that shaped some of it."""
-        method = self.request.method
-        if method is None or (page + 1) * page_tokens <= self.sparse_spans[0][0]:
+        """How the KV of a full page came to be: "" is exact, otherwise the method that shaped some of it, and which of
+        its tokens it computed (the same tokens may be a prompt here and an output there)."""
+        method, start, stop = self.request.method, page * page_tokens, (page + 1) * page_tokens
+        if method is None or stop <= self.sparse_spans[0][0]:
             return ""
-        return method.provenance
+        spans = [(max(a, start) - start, min(b, stop) - start) for a, b in self.sparse_spans if a < stop and b > start]
+        return f"{method.provenance} {[span for span in spans if span[0] < span[1]]}"
 
     def page_tokens_array(self, page: int, page_tokens: int) -> NDArray[np.int32]:
         return np.asarray(self.tokens[page * page_tokens : (page + 1) * page_tokens], np.int32)
