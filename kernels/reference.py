@@ -69,7 +69,7 @@ def decode(
             visible = _visible(key_pos, q_pos[b : b + 1], window)
             row_sinks = None if sinks is None else sinks[heads]
             probs, row_lse = _softmax(_scores(q[b, heads], keys, scale, softcap), visible, row_sinks)
-            out[b, heads] = (probs @ values.float()).to(q.dtype)
+            out[b, heads] = (probs @ _seen(values, visible)).to(q.dtype)
             lse[b, heads] = row_lse
             if want_mass:
                 mass[b, head].index_add_(0, entry, probs.mean(0))
@@ -109,7 +109,7 @@ def prefill(
             for h in range(head * group, (head + 1) * group):
                 row_sinks = None if sinks is None else sinks[h].expand(rows.stop - rows.start)
                 probs, row_lse = _softmax(_scores(q[rows, h], keys, scale, softcap), visible, row_sinks)
-                out[rows, h] = (probs @ values.float()).to(q.dtype)
+                out[rows, h] = (probs @ _seen(values, visible)).to(q.dtype)
                 lse[rows, h] = row_lse
     return out, lse
 
@@ -140,6 +140,11 @@ def _scores(q: Tensor, keys: Tensor, scale: float, softcap: float) -> Tensor:
 def _visible(key_pos: Tensor, q_pos: Tensor, window: int) -> Tensor:
     distance = q_pos.long()[:, None] - key_pos[None, :]
     return (distance >= 0) & (distance < window) if window else distance >= 0
+
+
+def _seen(values: Tensor, visible: Tensor) -> Tensor:
+    """Values fp32 with 0 where nobody looks: there may be NaN behind a window, and 0 times NaN is NaN."""
+    return values.float().masked_fill(~visible.any(0)[:, None], 0.0)
 
 
 def _softmax(scores: Tensor, visible: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:

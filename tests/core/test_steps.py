@@ -1,0 +1,188 @@
+"""What a step does on the device: table entries by difference, few kernel calls, and the counters."""
+
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+
+from octavo.core import SamplingParams
+from octavo.core.device_tables import DeviceTables
+from octavo.kernels import ops, reference
+from octavo.kernels.layout import entry_units, entry_valid
+
+GREEDY = {"ignore_eos": True}
+
+
+def tokens(n, seed=0):
+    return random.Random(seed).choices(range(3, 128), k=n)
+
+
+class Table:
+    def __init__(self, *pages):
+        self.listed, self.stale_from = list(pages), 0
+
+    @property
+    def n_pages(self):
+        return len(self.listed)
+
+    def pages(self, start=0, stop=None):
+        return np.array(self.listed[start:stop], np.int32)
+
+
+class Holder:
+    def __init__(self, *pages):
+        self.table = Table(*pages)
+
+
+class TestDeviceTables:
+    def tables(self, rows=2):
+        return DeviceTables(rows, max_tokens=40, page_tokens=8, unit_tokens=4, device=torch.device("cpu"))
+
+    def row(self, tables, holder):
+        entries = tables.entries[tables.rows([holder])[0]]
+        return entry_units(entries).tolist(), entry_valid(entries).tolist()
+
+    def test_entries_of_a_page_of_two_units(self):
+        tables, a, b = self.tables(), Holder(1, 7), Holder(5)
+        tables.sync([a, b])
+        assert self.row(tables, a) == ([1, 2, 7, 8, 0, 0, 0, 0, 0, 0], [4] * 4 + [0] * 6)
+        assert self.row(tables, b) == ([5, 6] + [0] * 8, [4] * 2 + [0] * 8)
+
+    def test_only_what_differs_is_written(self):
+        tables, a = self.tables(), Holder(1, 7)
+        tables.sync([a])
+        tables.entries.fill_(-1)
+        tables.sync([a])
+        assert (tables.entries == -1).all()
+        a.table.listed.append(3)
+        tables.sync([a])
+        assert (tables.entries != -1).sum() == 2 and self.row(tables, a)[0][4:6] == [3, 4]
+        a.table.listed[1], a.table.stale_from = 9, 1
+        tables.sync([a])
+        assert self.row(tables, a)[0][:6] == [-1, -1, 9, 10, 3, 4] and a.table.stale_from == 3
+
+    def test_rows_are_given_back_and_written_afresh(self):
+        tables, a, b, c = self.tables(), Holder(1), Holder(3), Holder(5)
+        tables.sync([a, b])
+        tables.sync([b, c])
+        assert self.row(tables, b)[0][:2] == [3, 4] and self.row(tables, c)[0][:2] == [5, 6]
+        assert len({int(row) for row in tables.rows([b, c])}) == 2
+        tables.sync([])
+        a.table.stale_from = 1
+        tables.sync([a])
+        assert self.row(tables, a)[0][:2] == [1, 2]
+
+
+class TestWork:
+    @pytest.fixture
+    def calls(self, monkeypatch):
+        counted = Counter()
+        for name in ("append", "copy_units", "decode", "prefill"):
+            real = getattr(reference, name)
+
+            def counting(*args, name=name, real=real):
+                counted[name] += 1
+                return real(*args)
+
+            monkeypatch.setattr(reference, name, counting)
+        return counted
+
+    def test_kernel_calls_of_a_step(self, t_model, engine_for, calls):
+        engine = engine_for(t_model)
+        for number in range(4):
+            engine.submit(tokens(5, number), SamplingParams(max_tokens=4, **GREEDY))
+        engine.submit(tokens(1), SamplingParams(max_tokens=4, **GREEDY))
+        engine.step()
+        assert calls == {"append": 2, "prefill": 2, "decode": 2}  # one a layer, whatever the number of sequences
+        calls.clear()
+        engine.step()
+        assert calls == {"append": 2, "decode": 2}
+
+    def test_copies_of_a_step_go_in_one_launch(self, t_model, engine_for, calls):
+        engine = engine_for(t_model)
+        engine.submit(tokens(6), SamplingParams(n=5, temperature=1.0, seed=1, max_tokens=4, **GREEDY))
+        engine.step()
+        calls.clear()
+        engine.step()
+        assert calls["copy_units"] == 1 and engine.stats().copies == 4
+
+    def test_a_decode_step_looks_at_few_pages(self, make_llama, engine_for, monkeypatch):
+        engine = engine_for(make_llama(max_position_embeddings=2048), page_tokens=1, pool_tokens=2000)
+        engine.submit(tokens(1500), SamplingParams(max_tokens=9, **GREEDY))
+        engine.step()
+        engine.step()
+        (sequence,) = engine._scheduler.running
+        asked, pages = [], type(sequence.table).pages
+
+        def counting(table, start=0, stop=None):
+            found = pages(table, start, stop)
+            asked.append(len(found))
+            return found
+
+        monkeypatch.setattr(type(sequence.table), "pages", counting)
+        engine.step()
+        assert 0 < sum(asked) <= 4 and sequence.table.n_pages == 1502
+
+    def test_the_ops_take_the_whole_pool(self):
+        schema = ops.decode.default._schema
+        assert [argument.name for argument in schema.arguments][:4] == ["q", "pool", "layer", "table"]
+        assert [a.name for a in ops.append.default._schema.arguments if a.alias_info and a.alias_info.is_write] == [
+            "pool"
+        ]
+
+
+class TestStats:
+    def test_counters_of_a_small_story(self, t_model, engine_for):
+        engine = engine_for(t_model, pool_tokens=48)
+        assert engine.stats().units_total == 12 and engine.stats().steps == 0
+        engine.generate([tokens(9)], SamplingParams(max_tokens=3, **GREEDY))
+        engine.generate([tokens(9)], SamplingParams(n=2, seed=1, temperature=1.0, max_tokens=3, **GREEDY))
+        stats = engine.stats()
+        assert (stats.query_tokens, stats.hit_tokens, stats.copies, stats.preemptions) == (18, 8, 1, 0)
+        assert (stats.running_peak, stats.steps, stats.evictions) == (2, 6, 0)
+        assert stats.units_held_peak == 4 and stats.units_held == 0
+        engine.generate([tokens(40, 1)], SamplingParams(max_tokens=3, **GREEDY))
+        stats = engine.stats()
+        assert stats.units_held_peak == 11 and stats.evictions == 1
+        assert stats.pages_cached == 10 + 1 and stats.pages_free == 1
+        assert (stats.host_units_total, stats.host_units_free, stats.host_units_held) == (0, 0, 0)
+        assert stats.device_bytes_peak == 11 * engine._runner.kv[0].nbytes
+
+    def test_waiting_and_running(self, t_model, engine_for):
+        engine = engine_for(t_model, max_seqs=2)
+        for number in range(3):
+            engine.submit(tokens(5, number))
+        assert (engine.stats().waiting, engine.stats().running) == (3, 0)
+        engine.step()
+        assert (engine.stats().waiting, engine.stats().running) == (1, 2)
+
+
+class TestCheck:
+    """``Engine.check`` finds what is broken on purpose."""
+
+    @pytest.mark.parametrize(
+        "break_it, message",
+        [
+            (lambda e, s: e._pool.refs.__setitem__(s.table.pages()[0], 2), r"pages \[1\] count \[2\] leaves, \[1\]"),
+            (lambda e, s: s.table._root[0].__setattr__("tables", 2), "a leaf counts 2 tables, 1 hold it"),
+            (lambda e, s: e._scheduler.waiting.append(s), "in two queues"),
+            (lambda e, s: e._scheduler.running.remove(s), "count .* leaves"),
+            (lambda e, s: setattr(s, "computed", 99), "99 tokens are computed in 3 pages"),
+            (lambda e, s: e._pool.index.forget(1) or e._pool.index._key.update({1: (b"x", "")}), "differ from keys"),
+            (lambda e, s: e._pool.index._node.__setitem__(1, 77), "indexed for another prefix"),
+            (lambda e, s: e._requests.clear(), "0 sequences are live, 1 are queued"),
+            (lambda e, s: e._scheduler._computing.update({b"key": type(s)(s.request, 1, [5], e._pool)}), "do not run"),
+            (lambda e, s: e._pool._allocator._stack.__setitem__(0, 1), "partition"),
+        ],
+        ids=["refs", "leaf", "queues", "lost", "computed", "index", "node", "requests", "computing", "allocator"],
+    )
+    def test_finds(self, t_model, engine_for, break_it, message):
+        engine = engine_for(t_model)
+        engine.submit(tokens(9), SamplingParams(max_tokens=4, **GREEDY))
+        engine.step()
+        engine.check()
+        break_it(engine, engine._scheduler.running[0])
+        with pytest.raises(AssertionError, match=message):
+            engine.check()
