@@ -8,6 +8,9 @@ A program moves ``BLOCK_T`` tokens of one KV head. Consecutive tokens of a head 
 writes of a prefill are whole runs. Padding tokens carry slots of the scratch unit; they may collide there.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# (the parameters of a kernel are Triton's business)
+
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -6,6 +6,9 @@
 A program moves one block of one unit; ``(0, 0)`` pairs (scratch onto itself) are harmless padding.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# (the parameters of a kernel are Triton's business)
+
 import triton
 import triton.language as tl
 from torch import Tensor

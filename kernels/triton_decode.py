@@ -11,7 +11,7 @@ Every launch argument comes from shapes and from the number of SMs alone, so a c
 lengths are read on the device, where each program works out the same plan (``plan``): the tiles of the whole batch over
 the number of programs wanted is the share of a split; a sequence gets as many splits as its tiles need, and the splits
 of the sequences follow each other. So a split is a like amount of work in a ragged batch too. Splits that no sequence
-needs exit at once.
+needs exit at once. A table too short to be split takes one program a row (DIRECT) and no combine.
 
 A tile is BLOCK_N slots, whatever the unit: each tile row finds its own entry, one vector load for the tile, fetched one
 tile ahead so that the loads of K and V never wait for the table. A row past the end reads entry 0, whose valid count is
@@ -21,6 +21,9 @@ what lies in an unused slot, NaN included, cannot matter.
 Flash-decoding (Dao et al., 2023) with the query heads packed into the product's rows as in "The Anatomy of a Triton
 Attention Kernel" (arXiv 2511.11581). The helpers at the top serve ``triton_prefill.py`` too.
 """
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# (the parameters of a kernel are Triton's business)
 
 import math
 from functools import cache
@@ -53,7 +56,7 @@ SETTINGS = {
     (256, 4): (16, 4, 2),
 }
 PROGRAMS_PER_SM = 3
-ROUNDS = 2  # a batch is cut to fill the SMs so many times: the last round ends less ragged; one sequence once, evenly
+ROUNDS = 2  # a batch is cut to fill the SMs so many times, for a short tail; a lone sequence divides evenly: once
 MIN_SPLIT_TOKENS = 256  # below this a split costs more in start-up and combining than it gains
 COMBINE_SPLITS = 16  # splits that the combine reads at a time
 MASS_ENTRIES = 256  # entries that a program of the mass kernel finishes
@@ -447,14 +450,15 @@ def decode(
         "MIN_TILES": max(MIN_SPLIT_TOKENS // block_n, 1),
     }
 
-    fp32 = {"dtype": torch.float32, "device": q.device}
+    def fp32(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=q.device)
+
     out = torch.empty_like(q)
-    lse = torch.empty((batch, q_heads), **fp32)
-    mass = torch.empty((batch, kv_heads, entries) if want_mass else (0,), **fp32)
-    part_out = torch.empty((splits, q_heads, head_dim), **fp32)
-    part_lse = torch.empty((splits, q_heads), **fp32)
+    lse = fp32(batch, q_heads)
+    part_out, part_lse = fp32(splits, q_heads, head_dim), fp32(splits, q_heads)
     pieces = entries * max(unit_tokens // block_n, 1)
-    piece_lse = torch.empty((batch, q_heads, pieces) if want_mass else (0,), **fp32)
+    mass = fp32(batch, kv_heads, entries) if want_mass else fp32(0)
+    piece_lse = fp32(batch, q_heads, pieces) if want_mass else fp32(0)
 
     scale, cap = score_arguments(scale, softcap)
     length_strides = axis_strides(lengths)

@@ -13,6 +13,9 @@ FlashAttention-2 (Dao, 2023); the two phases as in TensorRT-LLM's paged Triton k
 entries are located as in ``triton_decode.py``.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# (the parameters of a kernel are Triton's business)
+
 import torch
 import triton
 import triton.language as tl
