@@ -378,7 +378,7 @@ class Engine:
             return
         keys = sequence.keys(full, page_tokens)
         for number, page in enumerate(sequence.table.pages(done, full).tolist(), done):
-            parent = sequence.nodes[-1] if sequence.nodes else index.root(sequence.request.root)
+            parent = sequence.nodes[-1] if sequence.nodes else sequence.request.root
             if page in index:
                 node = index.node(page)
             else:

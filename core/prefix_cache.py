@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 
 PageKey = NewType("PageKey", bytes)
 NodeId = NewType("NodeId", int)
+Parent = NodeId | PageKey
+"""What is in front of a page: a node, or at the beginning the root key of its namespace."""
 
 KEY_BYTES = 32
 
@@ -48,16 +50,15 @@ class PrefixCache:
     ::
 
         key -> pages            node   [units]  whose prefix a page holds, 0 if it is not findable
-                                parent [units]  the node in front of it
+                                parent [units]  what is in front of it
                                 tokens [units, page_tokens]
     """
 
     def __init__(self, units: int, page_tokens: int) -> None:
         self._pages: dict[PageKey, list[int]] = {}
-        self._roots: dict[PageKey, NodeId] = {}
-        self._next_node = 1
+        self._next_node = NodeId(1)
         self._node = np.zeros(units + 1, np.int64)
-        self._parent = np.zeros(units + 1, np.int64)
+        self._parent: dict[int, Parent] = {}
         self._tokens = np.zeros((units + 1, page_tokens), np.int32)
         self._key: dict[int, tuple[PageKey, str]] = {}
 
@@ -67,13 +68,7 @@ class PrefixCache:
     def __contains__(self, page: int) -> bool:
         return page in self._key
 
-    def root(self, key: PageKey) -> NodeId:
-        """The node of an empty prefix. ``key`` comes from ``root_key`` and is the identity of its namespace."""
-        if key not in self._roots:
-            self._roots[key] = self._new_node()
-        return self._roots[key]
-
-    def find(self, key: PageKey, parent: NodeId, tokens: NDArray[np.int32], provenance: str) -> int | None:
+    def find(self, key: PageKey, parent: Parent, tokens: NDArray[np.int32], provenance: str) -> int | None:
         """The page that holds ``tokens`` after ``parent``, or None."""
         for page in self._pages.get(key, ()):
             if (
@@ -87,11 +82,12 @@ class PrefixCache:
     def node(self, page: int) -> NodeId:
         return NodeId(int(self._node[page]))
 
-    def publish(self, page: int, key: PageKey, parent: NodeId, tokens: NDArray[np.int32], provenance: str) -> NodeId:
+    def publish(self, page: int, key: PageKey, parent: Parent, tokens: NDArray[np.int32], provenance: str) -> NodeId:
         """Make a computed page findable; gives the node it holds. Precondition: it is not findable yet."""
         assert page not in self._key, f"page {page} is published already"
         twin = self.find(key, parent, tokens, provenance)
-        node = self._new_node() if twin is None else self.node(twin)
+        node = self._next_node if twin is None else self.node(twin)
+        self._next_node = NodeId(self._next_node + (twin is None))
         self._node[page], self._parent[page], self._tokens[page] = node, parent, tokens
         self._key[page] = (key, provenance)
         self._pages.setdefault(key, []).append(page)
@@ -104,6 +100,7 @@ class PrefixCache:
         pages.remove(page)
         if not pages:
             del self._pages[key]
+        del self._parent[page]
         self._node[page] = 0
 
     def check(self) -> None:
@@ -115,7 +112,3 @@ class PrefixCache:
                 raise AssertionError(f"page {page} is not listed under its own key")
             if self._node[page] == 0:
                 raise AssertionError(f"page {page} is findable but has no node")
-
-    def _new_node(self) -> NodeId:
-        self._next_node += 1
-        return NodeId(self._next_node - 1)

@@ -15,7 +15,7 @@ from octavo.core.config import SamplingParams
 from octavo.core.interfaces import SparseMethod
 from octavo.core.outputs import TokenLogprobs
 from octavo.core.page_pool import PagePool
-from octavo.core.prefix_cache import NodeId, PageKey, PrefixCache, page_key
+from octavo.core.prefix_cache import NodeId, PageKey, Parent, PrefixCache, page_key
 
 if TYPE_CHECKING:
     from octavo.core.detokenizer import Detokenizer
@@ -193,15 +193,15 @@ def match_prefix(sequence: Sequence, index: PrefixCache, page_tokens: int) -> Pr
     wanted = max(0, sequence.reusable_tokens()) // page_tokens
     pages: list[int] = []
     nodes: list[NodeId] = []
-    node = index.root(sequence.request.root)
+    parent: Parent = sequence.request.root
     missing = None
     for number, key in enumerate(sequence.keys(wanted, page_tokens)):
         tokens = sequence.page_tokens_array(number, page_tokens)
-        page = index.find(key, node, tokens, sequence.provenance(number, page_tokens))
+        page = index.find(key, parent, tokens, sequence.provenance(number, page_tokens))
         if page is None:
             missing = key
             break
-        node = index.node(page)
+        parent = index.node(page)
         pages.append(page)
-        nodes.append(node)
+        nodes.append(parent)
     return PrefixMatch(np.asarray(pages, np.int32), nodes, missing)

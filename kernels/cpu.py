@@ -7,7 +7,8 @@ whether tables are shared or per head::
     row of (unit, layer, K/V, head) = ((unit * layers + layer) * 2 + kv) * kv_heads + head
 
 A group's query heads then share one matrix product with K and one with V. torch's own one-query attention is 4 to 30
-times slower than that in bf16.
+times slower than that in bf16. Products accumulate in fp32; in a half-precision pool their results, the scores, are
+rounded to its type before the softmax, as in transformers' eager attention.
 """
 
 import torch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import typing
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -80,13 +81,13 @@ def engine(config: Config, model: Any, tokenizer: Any) -> Engine:
 def engine_config(settings: EngineSettings) -> EngineConfig:
     from octavo.core.config import EngineConfig
 
-    return _checked("engine", EngineConfig, settings)
+    return typing.cast("EngineConfig", _checked("engine", EngineConfig, settings))
 
 
 def sampling_params(settings: SamplingSettings) -> SamplingParams:
     from octavo.core.config import SamplingParams
 
-    return _checked("sampling", SamplingParams, settings)
+    return typing.cast("SamplingParams", _checked("sampling", SamplingParams, settings))
 
 
 def methods(settings: SparseSettings) -> dict[str, SparseMethod | None]:

@@ -20,6 +20,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from octavo.scripts import naming, schema, settings
+from octavo.scripts.paths import absolute
 from octavo.scripts.refusal import ConfigError, explain
 from octavo.scripts.schema import EXPERIMENTS, Config
 
@@ -67,7 +68,7 @@ def _settings(cfg: DictConfig) -> Config:
 
     given = {override.lstrip("+~").split("=")[0].split(".")[0] for override in HydraConfig.get().overrides.task}
     if cfg.get("resume") and given <= set(FREE_KEYS):
-        config = saved_config(settings.absolute(cfg.resume))
+        config = saved_config(absolute(cfg.resume))
         now = settings.typed(cfg)
         config.resume, config.tracking = now.resume, now.tracking
         return config
@@ -114,7 +115,7 @@ def _run(config: Config, folder: Path) -> None:
 def _logged(file: Path) -> Iterator[None]:
     """Log to the console, and to the run's own file, so that each job of a sweep has its own."""
     logger = logging.getLogger("octavo")
-    handlers = [logging.StreamHandler(), logging.FileHandler(file, delay=True)]
+    handlers: list[logging.Handler] = [logging.StreamHandler(), logging.FileHandler(file, delay=True)]
     for handler in handlers:
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         logger.addHandler(handler)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import datetime
 from importlib.resources import files
 from pathlib import Path
@@ -18,12 +18,13 @@ from octavo.scripts.paths import absolute
 
 def register() -> None:
     """Make ``${octavo.run_dir:...}``, ``.stamp``, ``.digest`` and ``.experiments`` known to OmegaConf."""
-    for name, resolver in {
+    resolvers: dict[str, Callable[..., str]] = {
         "run_dir": _run_dir,
         "stamp": _stamp,
         "digest": _digest,
         "experiments": _experiments,
-    }.items():
+    }
+    for name, resolver in resolvers.items():
         # Cached, since a sweep must see one name however often Hydra asks.
         OmegaConf.register_new_resolver(f"octavo.{name}", resolver, use_cache=True, replace=True)
 

@@ -16,7 +16,7 @@ import fcntl
 import json
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from io import FileIO
@@ -132,7 +132,7 @@ class Run:
                 raise
         self.samples.append(json.loads(line))
 
-    def write_rows(self, rows: Sequence[dict[str, Any]], *, complete: bool = False) -> None:
+    def write_rows(self, rows: Sequence[Mapping[str, Any]], *, complete: bool = False) -> None:
         """Replace ``metrics.json``: the rows so far, or the final ones. Readers see the old file or the new one."""
         metrics = {
             "experiment": self._experiment,

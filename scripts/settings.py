@@ -82,12 +82,12 @@ def load(file: Path) -> Config:
 
 def _refuse_unknown(node: DictConfig, schema: type, root: type, prefix: str) -> None:
     hints = typing.get_type_hints(schema)
-    for key in node:
+    for key in map(str, node):
         if key not in hints:
             raise unknown_key(f"{prefix}{key}", schema, root, EXPERIMENTS)
-        if dataclasses.is_dataclass(hints[str(key)]):
+        if dataclasses.is_dataclass(hints[key]):
             if not isinstance(child := node[key], DictConfig):
                 raise ConfigError(
                     f"{prefix}{key}={child}: it is a group of settings; set one of its keys: {prefix}{key}.NAME=..."
                 )
-            _refuse_unknown(child, typing.cast(type, hints[str(key)]), root, f"{prefix}{key}.")
+            _refuse_unknown(child, typing.cast(type, hints[key]), root, f"{prefix}{key}.")

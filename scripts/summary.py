@@ -54,7 +54,7 @@ def rows(samples: Sequence[Sample], *, task: str, seed: int = 0, intervals: bool
 
 def _costs(samples: Sequence[Sample]) -> dict[str, Any]:
     def total(key: str) -> float:
-        return sum(sample[key] for sample in samples)
+        return float(sum(sample[key] for sample in samples))
 
     steps, tokens, seconds = total("decode_steps"), total("new_tokens"), total("seconds")
     return {
@@ -65,7 +65,7 @@ def _costs(samples: Sequence[Sample]) -> dict[str, Any]:
         "units_held_peak": max(sample["units_held_peak"] for sample in samples),
         "device_bytes_peak": max(sample["device_bytes_peak"] for sample in samples),
         "prompt_tokens_mean": total("prompt_tokens") / len(samples),
-        "new_tokens": tokens,
+        "new_tokens": int(tokens),
         "seconds": seconds,
         "tokens_per_s": tokens / seconds if seconds else None,
     }
@@ -94,7 +94,8 @@ def _put(row: dict[str, Any], key: str, estimate: Estimate) -> None:
 
 
 def _per_token(sample: Sample) -> float:
-    return sum(sample["gold_logprobs"]) / len(sample["gold_logprobs"])
+    logprobs: list[float] = sample["gold_logprobs"]
+    return sum(logprobs) / len(logprobs)
 
 
 def _exp(value: float) -> float:

@@ -23,7 +23,8 @@ def run(config: Generate, run: Run) -> None:
         engine = build.engine(config, model, tokenizer)
 
     start = time.perf_counter()
-    ids, refused = {}, {}
+    ids: dict[str, int] = {}
+    refused: dict[int, Exception] = {}
     for index, prompt in enumerate(prompts):
         try:
             ids[engine.submit(prompt, build.sampling_params(config.sampling), method=method)] = index

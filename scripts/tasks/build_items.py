@@ -16,7 +16,7 @@ from rich.progress import track
 
 from octavo.scripts.paths import cache_dir
 from octavo.scripts.tasks.items import CodeItem, Tokenizer, dump_items, leaks, prompt_text, sha256
-from octavo.scripts.tasks.metrics import identifiers
+from octavo.scripts.tasks.metrics import edit_similarity, identifiers
 from octavo.scripts.tasks.mining import Candidate, Module, candidates, import_lines, parse_project, related_files
 from octavo.scripts.tasks.sources import DATA, Source, python_files, read_sources
 
@@ -37,7 +37,8 @@ class BuildSpec:
     shortfall: float = 0.02  # share of its target that a prompt may fall short of
     max_in_file: float = 0.5  # share of its target that the in-file code may take
     in_file_lines: int = 40  # code kept before the gold line, besides the file's imports
-    max_gold_tokens: int = 20
+    max_gold_tokens: int = 16
+    likeness: tuple[float, float] = (70.0, 95.0)  # bounds of `likeness`, in points
 
 
 def build_items(
@@ -99,8 +100,8 @@ def _pack(
 ) -> CodeItem | None:
     """The candidate with as much cross-file code as `target` allows, or None.
 
-    None if that is too little, if the prompt leaks the gold line, or if it lacks one of its identifiers: reading, not
-    guessing, is what the task is about.
+    None if that is too little, if the prompt leaks the gold line, if it lacks one of its identifiers, or if the
+    likeness of the gold line to the cross-file code is out of bounds: reading, not guessing, is what the task is about.
 
     Files enter whole, the most relevant first and empty ones left out, until one does not fit. Of that one as many
     lines enter as fit: from the definition on if it is the defining file, else from the top. Nothing enters after it.
@@ -143,7 +144,18 @@ def _pack(
         return None
     if not set(identifiers(item.gold, "python")) <= set(re.findall(r"\w+", prompt)):
         return None
+    low, high = spec.likeness
+    if not low <= likeness(item) <= high:
+        return None
     return replace(item, tokens=tokens, prompt_sha256=sha256(prompt))
+
+
+def likeness(item: CodeItem) -> float:
+    """Edit similarity, in points, of the gold line to the line of cross-file code that is most like it, both without
+    indentation."""
+    gold = item.gold.strip()
+    lines = {line.strip() for _, text in item.context for line in text.split("\n")}
+    return max(edit_similarity(line, gold) for line in lines)
 
 
 def _with_lines(item: CodeItem, path: str, lines: list[str], start: int, count: int) -> CodeItem:

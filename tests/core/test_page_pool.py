@@ -27,7 +27,7 @@ def publish(pool, page, token=0):
     """Make a page findable as the first page of a prompt of one repeated token."""
     root = root_key()
     tokens = np.full(4, token, np.int32)
-    return pool.index.publish(page, page_key(root, tokens), pool.index.root(root), tokens, "")
+    return pool.index.publish(page, page_key(root, tokens), root, tokens, "")
 
 
 class TestStackAllocator:
@@ -301,7 +301,7 @@ class Tables(RuleBasedStateMachine):
     @rule(back=st.integers(0, 20))
     def find(self, back):
         root, tokens = root_key(), np.full(self.TOKENS, self.clock - back, np.int32)
-        page = self.pool.index.find(page_key(root, tokens), self.pool.index.root(root), tokens, "")
+        page = self.pool.index.find(page_key(root, tokens), root, tokens, "")
         if page is not None:
             assert self.content[page] == self.clock - back
             self.pool.retain(ids(page))
