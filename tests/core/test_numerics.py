@@ -109,3 +109,30 @@ def test_batch_mates_steps_and_pages_change_nothing(t_model, engine_for, new):
         seen.append(engine.generate([mates[0], prompt, mates[1]], everything(new))[1])
     assert sum(compare(t_model, completion, 3e-4) for completion in seen) == 5 * new
     assert len({tuple(completion.samples[0].token_ids) for completion in seen}) == 1
+
+
+@pytest.mark.parametrize(
+    "ours, theirs",
+    [
+        ({"repetition_penalty": 1.3}, {"repetition_penalty": 1.3}),
+        ({"repetition_penalty": 0.8}, {"repetition_penalty": 0.8}),
+        ({"min_tokens": 8}, {"min_new_tokens": 8}),
+    ],
+    ids=["penalty", "reward", "minimum"],
+)
+def test_transforms_equal_those_of_transformers(make_llama, engine_for, ours, theirs):
+    model, compared = make_llama(seed=3), 0
+    for seed in range(6):
+        prompt = tokens(9, seed)
+        out = model.generate(
+            torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=list(range(3, 40)), pad_token_id=0,
+            output_scores=True, return_dict_in_generate=True, **theirs,
+        )  # fmt: skip
+        got = engine_for(model).generate(
+            [prompt], SamplingParams(max_tokens=12, stop_token_ids=list(range(3, 40)), **ours)
+        )
+        gaps = torch.cat(out.scores).topk(2).values
+        assert (gaps[:, 0] - gaps[:, 1]).min() > 1e-3
+        assert got[0].samples[0].token_ids == out.sequences[0, len(prompt) :].tolist()
+        compared += len(got[0].samples[0].token_ids)
+    assert compared > 10
