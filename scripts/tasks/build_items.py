@@ -1,6 +1,14 @@
 """Builds the item list of the code-completion task from the pinned sources.
 
 `python -m octavo.scripts.tasks.build_items --tokenizer <folder>` writes the committed file again.
+
+Items are chosen by syntax and by likeness to their context (`BuildSpec`), never by what a model answers. A line
+qualifies only if the cross-file code holds one that is like it but not the same: then there is something far away to
+read, and to lose. That makes the task no easy one. On the twelve items of under 2,500 tokens SmolLM2-135M-Instruct,
+dense and in bf16, writes no line exactly; edit similarity is 44 points and the gold line's log-likelihood -1.35 nats a
+token. Before this rule another twelve gave 0, 45 and -1.57, too few items to call it a difference. Most answers miss
+from the first word on: sound code, but another statement. With so small a model edit similarity and likelihood carry a
+comparison, and exact match does not.
 """
 
 import argparse

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from octavo.scripts.tasks.build_items import BuildSpec, build_items, notice
+from octavo.scripts.tasks.build_items import BuildSpec, build_items, likeness, notice
 from octavo.scripts.tasks.items import CodeItem, dump_items, leaks, prompt_text, sha256
 from octavo.scripts.tasks.sources import Source
 
@@ -39,7 +39,7 @@ def outline(width):
 
 
 def spec(*targets, **others):
-    return BuildSpec(targets=targets, **{"shortfall": 1.0, "max_in_file": 1.0, **others})
+    return BuildSpec(targets=targets, **{"shortfall": 1.0, "max_in_file": 1.0, "likeness": (0, 100), **others})
 
 
 def test_the_item_of_a_small_project_exactly(toy, tokenizer):
@@ -124,11 +124,26 @@ def test_a_gold_line_with_a_word_that_the_prompt_lacks_is_passed_over(toy, token
         build_items(folder, tokenizer, spec(1000), sources=[source])
 
 
-@pytest.mark.parametrize("limits", [{"shortfall": 0.02}, {"max_in_file": 0.01}, {"max_gold_tokens": 8}])
+@pytest.mark.parametrize(
+    "limits", [{"shortfall": 0.02}, {"max_in_file": 0.01}, {"max_gold_tokens": 8}, {"likeness": (90, 95)}]
+)
 def test_limits_that_no_candidate_meets_are_named(toy, tokenizer, limits):
     source, folder = toy
     with pytest.raises(ValueError, match="no source has an item of 1000 tokens left"):
         build_items(folder, tokenizer, spec(1000, **limits), sources=[source])
+
+
+def test_likeness_is_that_of_the_most_similar_cross_file_line(toy, tokenizer):
+    source, folder = toy
+    shapes = folder / source.folder / "toy/shapes.py"
+    shapes.write_text(shapes.read_text() + "\n\ndef twin(cup):\n        cup = Cup(scale(cup))\n")
+    (item,) = build_items(folder, tokenizer, spec(1000), sources=[source])
+    # "box = Box(scale(box))" and "cup = Cup(scale(cup))" have 12 of 21 characters in common, in order.
+    assert likeness(item) == pytest.approx(100 * 2 * 12 / 42)
+    (again,) = build_items(folder, tokenizer, spec(1000, likeness=(57, 58)), sources=[source])
+    assert again == item
+    with pytest.raises(ValueError, match="no source has an item"):
+        build_items(folder, tokenizer, spec(1000, likeness=(0, 57)), sources=[source])
 
 
 def test_a_missing_source_says_how_to_get_it(toy, tokenizer):

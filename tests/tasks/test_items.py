@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from octavo.scripts.tasks.build_items import likeness
 from octavo.scripts.tasks.items import (
     CodeItem,
     dump_items,
@@ -214,6 +215,11 @@ class TestCommittedFile:
             assert re.search(rf"^(async def|def|class)? *{item.uses}\b", texts[item.defined_in], re.M), item.item_id
             assert 12 <= len(item.gold.strip()) <= 100
             assert set(identifiers(item.gold, "python")) <= set(re.findall(r"\w+", prompt_text(item)))
+
+    def test_cross_file_code_holds_a_line_like_the_gold_line(self, committed):
+        header, items = committed
+        low, high = header["spec"]["likeness"]
+        assert all(low <= likeness(item) <= high for item in items)
 
     def test_sources_are_pinned_and_attributed(self, committed):
         header, items = committed
