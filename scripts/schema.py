@@ -167,7 +167,66 @@ class Generate(Config):
         at_least("budget_tokens", self.budget_tokens, 1)
 
 
-EXPERIMENTS: dict[str, type[Config]] = {"code_completion": CodeCompletion, "generate": Generate}
+WORKLOADS = ("uniform", "ragged")
+RIVALS = ("transformers", "vllm", "vllm_cpu")
+
+
+@dataclass
+class Throughput(Config):
+    """workloads: of ``octavo.scripts.workloads``. rivals: who else runs them. repeats: rounds in which all take turns.
+    profile: write a trace too. vllm_memory_fraction: share of a GPU's memory that vLLM may take."""
+
+    workloads: list[str] = field(default_factory=lambda: list(WORKLOADS))
+    rivals: list[str] = field(default_factory=lambda: ["transformers"])
+    repeats: int = 3
+    profile: bool = False
+    vllm_memory_fraction: float = 0.4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least("repeats", self.repeats, 1)
+        _each_once("workloads", self.workloads, WORKLOADS)
+        _each_once("rivals", self.rivals, RIVALS)
+        if not self.workloads:
+            raise ConfigError("workloads is empty; give at least one, for instance workloads=[uniform]")
+
+
+@dataclass
+class Devices(Config):
+    """devices: two of "device" or "device:kernels", as "cpu", "cuda", "cpu:reference"; empty: cpu and cuda, or without
+    a CUDA device the CPU's kernels and the reference. near_tie_nats: a difference is a near tie if the two most likely
+    tokens are closer than this on both devices."""
+
+    task: TaskSettings = field(default_factory=TaskSettings)
+    sparse: SparseSettings = field(default_factory=SparseSettings)
+    devices: list[str] = field(default_factory=list)
+    near_tie_nats: float = 1e-3
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(self.devices) not in (0, 2):
+            raise ConfigError(f"devices={self.devices}: two are compared, for instance devices=[cpu,cuda]")
+        at_least("near_tie_nats", self.near_tie_nats, 0)
+        for key, value in (("model.device", self.model.device), ("engine.backend", self.engine.backend)):
+            if value != "auto":
+                raise ConfigError(
+                    f"{key}={value}: this experiment takes both from devices, as in devices=[cpu,{value}]"
+                )
+
+
+def _each_once(key: str, names: list[str], known: tuple[str, ...]) -> None:
+    for name in names:
+        one_of(key, name, known)
+        if names.count(name) > 1:
+            raise ConfigError(f"{key} lists {name!r} twice")
+
+
+EXPERIMENTS: dict[str, type[Config]] = {
+    "code_completion": CodeCompletion,
+    "devices": Devices,
+    "generate": Generate,
+    "throughput": Throughput,
+}
 """Experiment -> its keys. ``octavo.scripts.experiments.<name>.run(cfg, run)`` is its function."""
 
 

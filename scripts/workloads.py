@@ -1,0 +1,84 @@
+"""Batches of requests whose throughput is measured: real text, fixed lengths, the same for every contender."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+SMOKE_PROMPT, SMOKE_NEW = 48, 8  # tokens a request has at most if only some requests are run
+
+Lengths = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Requests that are all there from the start. Request i has ``prompts[i]`` and gets ``new_tokens[i]`` tokens, no
+    fewer and no more."""
+
+    name: str
+    prompts: tuple[list[int], ...]
+    new_tokens: tuple[int, ...]
+
+    @property
+    def total_new(self) -> int:
+        return sum(self.new_tokens)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest request, prompt and output together."""
+        return max(len(prompt) + new for prompt, new in zip(self.prompts, self.new_tokens, strict=True))
+
+    def slots(self, page_tokens: int) -> int:
+        """Pool slots that hold all requests at once, each in whole pages."""
+        sizes = (len(prompt) + new for prompt, new in zip(self.prompts, self.new_tokens, strict=True))
+        return sum(-(-size // page_tokens) * page_tokens for size in sizes)
+
+    def cut(self, requests: int, prompt: int, new: int) -> Workload:
+        """The first requests, with at most so many tokens each."""
+        return Workload(
+            name=self.name,
+            prompts=tuple(ids[:prompt] for ids in self.prompts[:requests]),
+            new_tokens=tuple(min(count, new) for count in self.new_tokens[:requests]),
+        )
+
+
+def _uniform(random: Random) -> list[Lengths]:
+    return [(256, 64)] * 16
+
+
+def _ragged(random: Random) -> list[Lengths]:
+    return [(random.randint(32, 1024), random.randint(16, 256)) for _ in range(32)]
+
+
+LENGTHS: dict[str, Callable[[Random], list[Lengths]]] = {"uniform": _uniform, "ragged": _ragged}
+"""Name -> lengths (prompt, new) of the requests. Every length is drawn with equal probability, ends included."""
+
+
+def build(name: str, tokenizer: Any, seed: int, limit: int | None = None) -> Workload:
+    """A workload by name. Prompts are consecutive pieces of the committed code items' text, in an order drawn by
+    ``seed``; the same name, tokenizer and seed give the same requests.
+
+    Args:
+        limit: take the first so many requests and cut them short, for a smoke test.
+    """
+    from octavo.scripts.tasks.items import load_items, prompt_text
+
+    random = Random(seed)
+    lengths = LENGTHS[name](random)
+    items = load_items()
+    random.shuffle(items)
+    needed = sum(prompt for prompt, _ in lengths)
+    text: list[int] = []
+    while len(text) < needed:
+        for item in items:
+            text += tokenizer.encode(prompt_text(item), add_special_tokens=False)
+            if len(text) >= needed:
+                break
+    prompts, start = [], 0
+    for prompt, _ in lengths:
+        prompts.append(text[start : start + prompt])
+        start += prompt
+    whole = Workload(name, tuple(prompts), tuple(new for _, new in lengths))
+    return whole if limit is None else whole.cut(limit, SMOKE_PROMPT, SMOKE_NEW)
