@@ -7,7 +7,9 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 Row = Mapping[str, Any]
 
@@ -23,12 +25,13 @@ def pareto(rows: Sequence[Row], quality: str = "edit_similarity") -> Figure:
         megabytes = (row["kv_bytes_per_token"] + row.get("digest_bytes_per_token", 0)) / 1e6
         low, high = row.get(f"{quality}_ci") or (row[quality], row[quality])
         error = [[row[quality] - low], [high - row[quality]]]
-        axes.errorbar(megabytes, row[quality], yerr=error, fmt="o", color=f"C{number}", capsize=3, alpha=0.9)
-        axes.annotate(row["method"], (megabytes, row[quality]), xytext=(6, 5), textcoords="offset points")
+        style = {"fmt": "o", "color": f"C{number}", "capsize": 3, "alpha": 0.9}
+        axes.errorbar(megabytes, row[quality], yerr=error, label=row["method"], **style)
     axes.set_xlabel("MB read a decoded token (K, V and what is read to choose)")
     axes.set_ylabel(f"{quality.replace('_', ' ')} (points, 95 % interval)")
     axes.set_xlim(left=0)
     axes.grid(alpha=0.3)
+    _legend(axes, len(rows))
     return figure
 
 
@@ -45,11 +48,13 @@ def by_length(samples: Sequence[Row], methods: Sequence[str], quality: str = "ed
         heights = [float(np.mean(values)) if values else 0.0 for values in scores]
         axes.bar(np.arange(len(used)) + (number - (len(methods) - 1) / 2) * width, heights, width, label=method)
     counts = [len({s["item"] for s in members}) for _, members in used]
-    labels = [f"{_bounds(*bounds)}\n{count} items" for (bounds, _), count in zip(used, counts, strict=True)]
+    labels = [
+        f"{_bounds(*bounds)}\n{count} item{'s' * (count > 1)}" for (bounds, _), count in zip(used, counts, strict=True)
+    ]
     axes.set_xticks(range(len(used)), labels)
     axes.set_xlabel("tokens of context")
     axes.set_ylabel(f"{quality.replace('_', ' ')} (points)")
-    axes.legend(ncols=len(methods), loc="upper center", bbox_to_anchor=(0.5, 1.12), frameon=False)
+    _legend(axes, len(methods))
     return figure
 
 
@@ -72,9 +77,14 @@ def per_item(samples: Sequence[Row], methods: Sequence[str], quality: str = "edi
         )
     axes.set_yticks(range(len(methods)), methods)
     axes.set_ylim(len(methods) - 0.5, -0.5)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("item, from short to long context")
     figure.colorbar(dots, ax=axes, label=quality.replace("_", " "))
     return figure
+
+
+def _legend(axes: Axes, columns: int) -> None:
+    axes.legend(ncols=min(columns, 6), loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
 
 
 def _bounds(low: int, high: int) -> str:

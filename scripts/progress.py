@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,7 +10,8 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-console = Console()
+# A log has no width; rich would take 80 columns and break every table.
+console = Console(width=None if sys.stdout.isatty() else 180)
 
 Advance = Callable[[str], None]
 

@@ -117,4 +117,4 @@ def test_figures_draw(figure: str, tmp_path: Any) -> None:
 
 def test_by_length_counts_its_items() -> None:
     [axes] = plots.by_length([s for s in SAMPLES if "error" not in s], ["dense", "quest"]).axes
-    assert [label.get_text() for label in axes.get_xticklabels()] == ["under 2,000\n1 items", "2,000 to 4,000\n2 items"]
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["under 2,000\n1 item", "2,000 to 4,000\n2 items"]
