@@ -37,7 +37,7 @@ CASES = {
         "engine.page_tokens=many",
         "engine.page_tokens: Value 'many' of type 'str' could not be converted",
     ),
-    "its allowed values": ("engine.page_tokens=many", "allowed: a whole number or null"),
+    "its allowed values": ("engine.pool_tokens=many", "allowed: a whole number or null"),
     "text for a truth": ("engine.prefix_cache=perhaps", "allowed: true or false"),
     "text for a list": ("sparse.methods=quest", "allowed: a list of text"),
     "page size 0": ("engine.page_tokens=0", "engine.page_tokens must be an integer of at least 1, got 0"),
