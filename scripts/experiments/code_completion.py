@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from octavo.scripts import benchmarks, build, plots, report, summary
 from octavo.scripts.benchmarks import Item
 from octavo.scripts.progress import counting, waiting
+from octavo.scripts.refusal import ConfigError
 from octavo.scripts.run import Run, Sample
 from octavo.scripts.schema import CodeCompletion
 
@@ -54,13 +55,15 @@ def run(config: CodeCompletion, run: Run) -> None:
             advance(_line(item, samples, time.perf_counter() - start))
 
     good = [sample for sample in run.samples if "error" not in sample]
+    if not good:
+        raise ConfigError(f"none of the {len(items)} items could be served: {run.samples[0]['error']}")
     rows = summary.rows(run.samples, task=config.task.name, seed=config.seed)
     figures = {
         "pareto": plots.pareto(rows),
         "by_length": plots.by_length(good, list(methods)),
         "per_item": plots.per_item(good, list(methods)),
     }
-    report.publish(run, config, rows, plots=figures if rows else {}, notes=NOTES)
+    report.publish(run, config, rows, plots=figures, notes=NOTES)
 
 
 def complete(

@@ -48,7 +48,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def items_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Five items of some 200 bytes."""
+    """Five items of some 200 bytes; the in-file code of the last is longer than that of the others."""
     from octavo.scripts.tasks.items import CodeItem, dump_items, prompt_text, sha256
 
     items = []
@@ -61,7 +61,7 @@ def items_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "path": "use.py",
             "setting": "cross_file_first",
             "context": (("helper.py", f"def helper_{number}(value):\n    return value * {number}\n" * (2 + number)),),
-            "prefix": f"from helper import helper_{number}\n\n\ndef main(argument):",
+            "prefix": f"from helper import helper_{number}\n\n\n{'VALUE = 1' * (number // 4 * 8)}\ndef main(argument):",
             "gold": f"    return helper_{number}(argument)",
             "uses": f"helper_{number}",
             "defined_in": "helper.py",

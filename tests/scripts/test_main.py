@@ -72,7 +72,7 @@ def test_a_run_folder_holds_everything(octavo: Command, tiny: list[str]) -> None
     ]
     assert {file.name for file in (folder / "plots").iterdir()} == {"pareto.png", "by_length.png", "per_item.png"}
     config = OmegaConf.load(folder / "config.yaml")
-    assert config.limit == 3 and config.engine.page_tokens is None and "${" not in (folder / "config.yaml").read_text()
+    assert config.limit == 3 and config.engine.page_tokens == 16 and "${" not in (folder / "config.yaml").read_text()
     report = (folder / "report.html").read_text()
     assert report.count("data:image/png;base64,") == 3 and "http" not in report.replace("http-equiv", "")
 
@@ -247,11 +247,18 @@ def test_a_corrupt_item_file_is_named(octavo: Command, tiny: list[str], items_fi
 
 
 def test_an_item_that_does_not_fit_is_recorded_and_the_rest_goes_on(octavo: Command, tiny: list[str]) -> None:
-    outcome = octavo(*tiny, "task.max_prompt_tokens=70")
-    every = samples(outcome.folder)
-    errors = [sample for sample in every if "error" in sample]
+    outcome = octavo(*tiny, "task.max_prompt_tokens=110")
     assert outcome.code == 0, outcome.err
-    assert len(every) == 15 and errors and all("above the limit of 70" in sample["error"] for sample in errors)
+    errors = [sample for sample in samples(outcome.folder) if "error" in sample]
+    assert [sample["item"] for sample in errors] == ["demo/use.py:4"] * 3
+    assert all("above the limit of 110" in sample["error"] for sample in errors)
+    assert [(row["items"], row["failed"]) for row in outcome.metrics["rows"]] == [(4, 1)] * 3
+
+
+def test_a_run_in_which_nothing_could_be_served_failed(octavo: Command, tiny: list[str]) -> None:
+    outcome = octavo(*tiny, "task.max_prompt_tokens=20")
+    assert outcome.code == 1 and "none of the 5 items could be served: demo/use.py:0: " in outcome.err
+    assert len(samples(outcome.folder)) == 15
 
 
 def test_a_full_disk_is_one_clear_message(octavo: Command, tiny: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

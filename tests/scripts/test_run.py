@@ -62,7 +62,7 @@ def test_another_configuration_is_refused_by_the_keys_that_differ(tmp_path: Path
     config.engine.page_tokens, config.sampling.top_k = 32, 4
     config.tracking.mode = "off"  # changes no result
     with pytest.raises(
-        ConfigError, match=r"engine.page_tokens \(None there, 32 now\), sampling.top_k \(0 there, 4 now\);"
+        ConfigError, match=r"engine.page_tokens \(16 there, 32 now\), sampling.top_k \(0 there, 4 now\);"
     ):
         Run.resume(tmp_path / "run", config)
 

@@ -153,5 +153,5 @@ def test_offline_is_said_before_the_import(tmp_path: Path, wandb: FakeWandb, mon
 
 
 def test_steps_count_items(octavo: Command, tiny: list[str], wandb: FakeWandb) -> None:
-    octavo(*tiny, "tracking=offline", "task.max_prompt_tokens=70")
+    octavo(*tiny, "tracking=offline", "task.max_prompt_tokens=110")
     assert wandb.runs[0].steps == [0, 1, 2, 3, 4], "an item that failed counts, too"
