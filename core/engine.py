@@ -306,6 +306,9 @@ class Engine:
         if live != queued:
             raise AssertionError(f"{len(live)} sequences are live, {len(queued)} are queued")
         for sequence in holders:
+            first = sequence.computed // self.config.text_page_tokens
+            if any(page in self._pool.index for page in sequence.table.pages(first).tolist()):
+                raise AssertionError(f"{sequence.request.request_id!r} is about to write to a findable page")
             for page, node in zip(sequence.table.pages(0, len(sequence.nodes)).tolist(), sequence.nodes, strict=True):
                 if page in self._pool.index and self._pool.index.node(page) != node:
                     raise AssertionError(

@@ -354,6 +354,48 @@ class TestPreemption:
         assert sample.token_ids == expected[: len(sample.token_ids)]
         assert_idle(engine)
 
+    @pytest.mark.parametrize("page_tokens, length, pool_tokens", [(2, 1, 17), (2, 5, 21), (4, 3, 17), (4, 5, 25)])
+    def test_a_victim_that_was_served_already_leaves_the_plan(
+        self, t_model, engine_for, drain, assert_idle, page_tokens, length, pool_tokens
+    ):
+        # Two tokens a step among three samples: the youngest is at times served before the oldest needs its page.
+        params = {"n": 3, "temperature": 1.0, "seed": 1, "max_tokens": 12, **GREEDY}
+        engine = engine_for(
+            t_model, page_tokens=page_tokens, pool_tokens=pool_tokens, step_tokens=2, prefix_cache=False
+        )
+        engine.submit(tokens(length), SamplingParams(**params), request_id="a")
+        late, preempt = [], engine._scheduler._preempt
+
+        def spy(sequence, plan):
+            late.append(any(chunk.sequence is sequence for chunk in plan.chunks))
+            preempt(sequence, plan)
+            assert not any(chunk.sequence is sequence for chunk in plan.chunks)
+
+        engine._scheduler._preempt = spy
+        assert drain(engine).tokens_of("a") == alone(engine_for, t_model, tokens(length), **params)
+        assert any(late)
+        assert_idle(engine)
+
+    @pytest.mark.parametrize("pool_tokens", [8, 12, 16])
+    def test_a_copy_on_write_counts_as_a_page(self, t_model, engine_for, drain, assert_idle, pool_tokens):
+        params = {"n": 3, "temperature": 1.0, "seed": 1, "max_tokens": 3, **GREEDY}
+        engine = engine_for(t_model, pool_tokens=pool_tokens)
+        engine.submit(tokens(6), SamplingParams(**params), request_id="a")
+        assert drain(engine).tokens_of("a") == alone(engine_for, t_model, tokens(6), **params)
+        assert (engine.stats().preemptions > 0) == (pool_tokens < 16)
+        assert_idle(engine)
+
+    def test_nobody_is_admitted_ahead_of_a_victim(self, t_model, engine_for, drain):
+        engine = engine_for(t_model, pool_tokens=28)
+        for request_id, length in [("a", 12), ("b", 15), ("c", 3)]:
+            engine.submit(tokens(length, length), SamplingParams(max_tokens=6, **GREEDY), request_id=request_id)
+        plans = record_plans(engine)
+        drain(engine)
+        at = next(number for number, (_, preempted) in enumerate(plans) if preempted)
+        assert plans[at] == ([("a", 1)], ["b"])
+        first_served = list(dict.fromkeys(request_id for scheduled, _ in plans for request_id, _ in scheduled))
+        assert first_served == ["a", "b", "c"]
+
 
 class TestChunks:
     def test_budget_is_shared_in_order(self, t_model, engine_for, drain):
@@ -399,6 +441,15 @@ class TestChunks:
         assert drained.tokens_of("a") == drained.tokens_of("b")
         assert drained.tokens_of("a") == alone(engine_for, t_model, prompt, max_tokens=4, **GREEDY)
         assert_idle(engine)
+
+    def test_a_higher_priority_does_not_wait_for_the_pages_of_a_lower_one(self, t_model, engine_for, drain):
+        engine = engine_for(t_model, step_tokens=4)
+        for request_id, priority in [("low", 0), ("high", 1)]:
+            engine.submit(tokens(30), SamplingParams(max_tokens=2, **GREEDY), request_id=request_id, priority=priority)
+            engine.step()
+        plans = record_plans(engine)
+        assert drain(engine).order == ["high", "low"]
+        assert plans[0][0] == [("high", 4)]
 
     def test_twins_run_side_by_side_without_a_prefix_cache(self, t_model, engine_for, drain, assert_idle):
         engine = engine_for(t_model, prefix_cache=False)

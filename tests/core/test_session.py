@@ -148,19 +148,34 @@ class TestStopStrings:
         session.generate(SamplingParams(max_tokens=8, stop="END", include_stop=True))
         assert session.tokens == [0, 1, 2, 3, 4, 5]
 
-    def test_after_a_cut_the_model_sees_the_kept_history_only(self, make_llama, engine_for, piece_tokenizer):
-        pieces = [chr(33 + i) for i in range(64)]
-        tokenizer, model = piece_tokenizer(pieces), make_llama(64)
-        engine = engine_for(model, tokenizer)
+    @pytest.mark.parametrize("page_tokens", [1, 2, 4, 16])
+    @pytest.mark.parametrize("cut", [1, 2, 3, 5])
+    def test_after_a_cut_the_model_sees_the_kept_history_only(
+        self, make_llama, engine_for, piece_tokenizer, assert_idle, page_tokens, cut
+    ):
+        tokenizer, model = piece_tokenizer([chr(33 + i) for i in range(64)]), make_llama(64)
+        params = {"temperature": 1.0, "seed": 5, "max_tokens": 9, **GREEDY}
         prompt = tokens(9, 3, 0, 64)
-        free = engine_for(model, tokenizer).generate([prompt], SamplingParams(max_tokens=9, **GREEDY))[0]
-        stop = free.text[5:7]
+        free = engine_for(model, tokenizer).generate([prompt], SamplingParams(**params))[0].samples[0]
+        stop = free.text[cut : cut + 3]
+        assert free.text.find(stop) == cut
+        engine = engine_for(model, tokenizer, page_tokens=page_tokens)
         session = engine.session(prompt)
-        completion = session.generate(SamplingParams(max_tokens=9, stop=stop, **GREEDY))
-        cut = free.text.find(stop)
-        assert completion.text == free.text[:cut] and session.tokens == prompt + free.samples[0].token_ids[:cut]
-        later = turn(session, tokens(2, 4, 0, 64), max_tokens=6).samples[0].token_ids
-        assert later == cold(engine_for, model, session.tokens[: len(prompt) + cut + 2], max_tokens=6)
+        first = session.generate(SamplingParams(stop=stop, **params))
+        assert first.text == free.text[:cut] and session.tokens == prompt + free.token_ids[:cut]
+        history = session.tokens + tokens(4, 4, 0, 64)
+        session.append(tokens(4, 4, 0, 64))
+        later = session.generate(SamplingParams(max_tokens=1, logprobs=64))
+        engine.check()
+        expected = engine_for(model, tokenizer).generate([history], SamplingParams(max_tokens=1, logprobs=64))[0]
+        assert later.samples[0].logprobs[0] == pytest.approx(expected.samples[0].logprobs[0], abs=1e-3)
+        # The pages of the turn as it was before the cut are still what they say they are.
+        uncut = prompt + free.token_ids[: cut + 3]
+        again = engine.generate([uncut], SamplingParams(max_tokens=1, logprobs=64))[0].samples[0]
+        expected = engine_for(model, tokenizer).generate([uncut], SamplingParams(max_tokens=1, logprobs=64))[0]
+        assert again.logprobs[0] == pytest.approx(expected.samples[0].logprobs[0], abs=1e-3)
+        session.close()
+        assert_idle(engine)
 
 
 class TestForks:

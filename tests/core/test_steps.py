@@ -108,6 +108,26 @@ class TestWork:
         engine.step()
         assert calls["copy_units"] == 1 and engine.stats().copies == 4
 
+    @pytest.mark.parametrize(
+        "pairs, launches, holds",
+        [
+            ([(1, 2), (3, 4)], 1, {2: 1, 4: 3}),
+            ([(1, 2), (1, 3)], 1, {2: 1, 3: 1}),
+            ([(1, 2), (2, 3)], 2, {2: 1, 3: 1}),
+            ([(1, 2), (3, 1)], 2, {2: 1, 1: 3}),
+            ([(1, 2), (3, 2)], 2, {2: 3}),
+        ],
+        ids=["apart", "one_source", "chain", "target_was_source", "target_twice"],
+    )
+    def test_copies_are_carried_out_in_order(self, t_model, engine_for, calls, pairs, launches, holds):
+        engine = engine_for(t_model)
+        runner = engine._runner
+        runner.kv.copy_(torch.arange(len(runner.kv)).view(-1, 1, 1, 1, 1, 1).expand_as(runner.kv))
+        runner._pending_copies = list(pairs)
+        runner._copy_pages()
+        assert {page: int(runner.kv[page].max()) for page in holds} == holds
+        assert calls["copy_units"] == launches and engine.stats().copies == 2 and not runner._pending_copies
+
     def test_a_decode_step_looks_at_few_pages(self, make_llama, engine_for, monkeypatch):
         engine = engine_for(make_llama(max_position_embeddings=2048), page_tokens=1, pool_tokens=2000)
         engine.submit(tokens(1500), SamplingParams(max_tokens=9, **GREEDY))

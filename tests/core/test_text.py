@@ -78,6 +78,16 @@ class TestDetokenizer:
         assert got == news
         assert detokenizer.stopped == any(text in Bytes(pieces).decode(range(len(pieces))) for text in stop)
 
+    def test_a_tokenizer_that_drops_the_space_of_its_first_token(self):
+        class Words(Bytes):
+            def decode(self, ids, **kwargs):
+                return super().decode(ids).removeprefix(" ")
+
+        pieces = [" one", " two", " ", EURO[:2], EURO[2:], *[" more"] * 20]
+        detokenizer = Detokenizer(Words(pieces), (), False)
+        news = [detokenizer.add(token, search=True) for token in range(len(pieces))] + [detokenizer.finish()]
+        assert "".join(news) == detokenizer.text == Words(pieces).decode(range(len(pieces)))
+
     def test_nothing_is_searched_below_the_minimum_length(self):
         assert stream(["END", "x", "END", "y"], ["END"], min_tokens=3)[0] == ["END", "x", "", ""]
 
