@@ -48,7 +48,7 @@ def octavo_attention(
             "keyword arguments on to attention"
         )
     if attention_mask is not None and not _is_causal(attention_mask):
-        raise RuntimeError(f"{type(module).__name__} brings a mask of its own to octavo's attention, which is not causal")
+        raise RuntimeError(f"{type(module).__name__} brings to octavo's attention a mask of its own that is not causal")
     traits = LayerTraits(
         scale=scaling if scaling is not None else query.shape[-1] ** -0.5,
         window=sliding_window or 0,

@@ -125,11 +125,17 @@ class Session:
         detokenizer = sequence.detokenizer
         if detokenizer is None or not detokenizer.stopped or sequence.request.params.include_stop:
             return generated
-        decode = self._engine.tokenizer.decode
+
+        def decoded(tokens: list[int]) -> str:
+            text: str = self._engine.tokenizer.decode(
+                tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+            return text
+
         kept = len(generated)
-        while kept and not detokenizer.text.startswith(decode(generated[:kept], skip_special_tokens=True)):
+        while kept and not detokenizer.text.startswith(decoded(generated[:kept])):
             kept -= 1
-        rest = detokenizer.text[len(decode(generated[:kept], skip_special_tokens=True)) :]
+        rest = detokenizer.text[len(decoded(generated[:kept])) :]
         return generated[:kept] + (self._engine._prompts.read(rest, continues=True) if rest else [])
 
     def _render(self, prompt: Any, role: str) -> str:
