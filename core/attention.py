@@ -143,7 +143,7 @@ class PagedStep:
     def _prefill(self, group: PrefillGroup, layer: int, q: Tensor, traits: LayerTraits) -> Tensor:
         out, _ = ops.prefill(
             q, self.kv, layer, group.table, group.slots, group.cu_q, group.q_pos, None, traits.sinks,
-            traits.scale, traits.window, traits.softcap, group.max_q, self.backend,
+            traits.scale, traits.window, traits.softcap, group.max_q, False, self.backend,
         )  # fmt: skip
         return out  # type: ignore[no-any-return]
 

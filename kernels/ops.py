@@ -20,7 +20,7 @@ _SCHEMAS = {
     "decode": "(Tensor q, Tensor pool, int layer, Tensor table, Tensor lengths, Tensor q_pos, "
     f"{_SHAPE}, bool want_mass, str backend) -> (Tensor, Tensor, Tensor)",
     "prefill": "(Tensor q, Tensor pool, int layer, Tensor table, Tensor lengths, Tensor cu_q, Tensor q_pos, "
-    f"{_SHAPE}, int max_q, str backend) -> (Tensor, Tensor)",
+    f"{_SHAPE}, int max_q, bool want_lse, str backend) -> (Tensor, Tensor)",
 }
 
 
@@ -55,7 +55,8 @@ def _decode_shapes(q, pool, layer, table, *rest):  # type: ignore[no-untyped-def
 
 
 def _prefill_shapes(q, *rest):  # type: ignore[no-untyped-def]
-    return torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
+    want_lse = rest[-2]
+    return torch.empty_like(q), q.new_empty(q.shape[:2] if want_lse else (0,), dtype=torch.float32)
 
 
 _library = torch.library.Library("octavo", "DEF")

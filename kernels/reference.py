@@ -90,12 +90,13 @@ def prefill(
     window: int,
     softcap: float,
     max_q: int,
+    want_lse: bool,
 ) -> tuple[Tensor, Tensor]:
     """Ragged queries ``q [T, Hq, D]``: sequence b owns rows ``cu_q[b] : cu_q[b + 1]`` (int32 [B + 1]), at most
     ``max_q`` of them; rows past ``cu_q[B]`` belong to nobody and see nothing. The K and V of the queries' own tokens
     are already in the pool, and ``lengths`` counts them.
 
-    Returns ``out [T, Hq, D]`` in q's dtype and ``lse`` fp32 [T, Hq].
+    Returns ``out [T, Hq, D]`` in q's dtype and, when ``want_lse``, ``lse`` fp32 [T, Hq]; otherwise ``lse`` is empty.
     """
     q_heads, kv_heads = q.shape[1], pool.shape[3]
     group = q_heads // kv_heads
@@ -112,7 +113,7 @@ def prefill(
                 probs, row_lse = _softmax(_scores(q[rows, h], keys, scale, softcap), visible, row_sinks)
                 out[rows, h] = (probs @ _seen(values, visible)).to(q.dtype)
                 lse[rows, h] = row_lse
-    return out, lse
+    return out, lse if want_lse else lse.new_empty(0)
 
 
 def _gather(

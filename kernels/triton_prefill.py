@@ -295,6 +295,7 @@ def prefill(
     window: int,
     softcap: float,
     max_q: int,
+    want_lse: bool,
 ) -> tuple[Tensor, Tensor]:
     """See ``reference.prefill``."""
     tokens, q_heads, head_dim = q.shape
@@ -345,4 +346,4 @@ def prefill(
         num_warps=warps if block_m > 64 else 4,
         num_stages=stages,
     )
-    return out, lse
+    return out, lse if want_lse else lse.new_empty(0)

@@ -124,7 +124,7 @@ class Inputs:
         scores = (self.unit_pos, self.sinks, case.head_dim**-0.5, case.window, case.softcap)
         where = (self.q, self.pool, LAYER, self.table, self.lengths)
         if case.queries:
-            return (*where, self.cu_q, self.q_pos, *scores, max(case.queries))
+            return (*where, self.cu_q, self.q_pos, *scores, max(case.queries), True)
         return (*where, self.q_pos, *scores, case.mass)
 
 

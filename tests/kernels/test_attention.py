@@ -188,8 +188,8 @@ def test_units_beyond_two_to_the_31_elements(backend):
     near_table = pack_entries(torch.tensor([2, 1]), unit)[None, None, None]
     got = ops.decode(q[:1], pool, 0, far_table, lengths, q_pos[-1:], *rest, True, backend)
     check(got, reference.decode(q[:1], near, 0, near_table, lengths, q_pos[-1:], *rest, True), torch.float16, backend)
-    got = ops.prefill(q, pool, 0, far_table, lengths, cu_q, q_pos, *rest, 5, backend)
-    check(got, reference.prefill(q, near, 0, near_table, lengths, cu_q, q_pos, *rest, 5), torch.float16, backend)
+    got = ops.prefill(q, pool, 0, far_table, lengths, cu_q, q_pos, *rest, 5, True, backend)
+    check(got, reference.prefill(q, near, 0, near_table, lengths, cu_q, q_pos, *rest, 5, True), torch.float16, backend)
 
 
 @interpreted
