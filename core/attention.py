@@ -136,7 +136,7 @@ class PagedStep:
             group.units_chosen = chosen if group.units_chosen is None else group.units_chosen + chosen
         out, _, _ = ops.decode(
             q, self.kv, layer, table, slots, group.q_pos, None, traits.sinks,
-            traits.scale, traits.window, traits.softcap, False, self.backend,
+            traits.scale, traits.window, traits.softcap, False, False, self.backend,
         )  # fmt: skip
         return out  # type: ignore[no-any-return]
 

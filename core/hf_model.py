@@ -16,6 +16,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 from octavo.core.attention import AttentionStep, octavo_attention
 from octavo.core.errors import UnsupportedModelError
 from octavo.core.interfaces import LayerTraits, ModelSpec
+from octavo.kernels.cpu_linear import PackedLinears
 
 AttentionInterface.register("octavo", octavo_attention)
 
@@ -63,6 +64,7 @@ class HFModel:
         self.device = next(model.parameters()).device
         self._config: Any = model.config
         self._configs = _attention_configs(model)
+        self._linears = PackedLinears(model)
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         _refuse_unsupported(self._config, type(model).__name__)
         self.spec = self._probe()
@@ -71,7 +73,7 @@ class HFModel:
     def forward(self, input_ids: Tensor, position_ids: Tensor, rows: Tensor, step: AttentionStep) -> Tensor:
         """Logits fp32 [R, vocabulary] of the ``rows`` int64 [R] among the T packed tokens; ids and positions [T]."""
         extra = {"logits_to_keep": rows} if self._keeps_logits else {}
-        with torch.inference_mode(), self._octavo_attention():
+        with torch.inference_mode(), self._octavo_attention(), self._linears.used():
             output = self.model(
                 input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, octavo_step=step, **extra
             )

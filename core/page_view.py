@@ -57,7 +57,7 @@ class StepPages:
         self.elements_read += self.lengths * (self.kv.shape[3] * self.kv.shape[5])
         _, _, mass = ops.decode(
             q, self.kv, self.layer, self.table, self.slots, self.q_pos, None, self.traits.sinks,
-            self.traits.scale, 0, self.traits.softcap, True, self.backend,
+            self.traits.scale, 0, self.traits.softcap, True, False, self.backend,
         )  # fmt: skip
         pages: Tensor = mass.unflatten(2, (-1, self.page_units)).sum(3)[:, :, : self.max_pages]
         return pages

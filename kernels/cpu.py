@@ -48,6 +48,7 @@ def decode(
     window: int,
     softcap: float,
     want_mass: bool,
+    want_lse: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     heads, unit_tokens, dim = pool.shape[3:]
     starts = None if unit_pos is None else _of_layer(unit_pos, layer)
@@ -57,7 +58,7 @@ def decode(
     if plan.order is not None:
         query = query[plan.order]
     out = torch.empty_like(query)
-    lse = query.new_empty(query.shape[:3], dtype=torch.float32)
+    lse = query.new_empty(query.shape[:3] if want_lse else (0,), dtype=torch.float32)
     mass = q.new_zeros((len(q), heads, table.shape[2]) if want_mass else (0,), dtype=torch.float32)
     row_sinks = None if sinks is None else sinks.float().view(1, heads, -1)
     for part in plan.parts:
@@ -68,16 +69,17 @@ def decode(
         if part.hidden is not None and part.blank is not None:
             scores.masked_fill_(part.hidden, -torch.inf)
             values.flatten(0, 2).index_fill_(0, part.blank, 0.0)  # a weight of zero does not hide a NaN
-        probs, lse[rows] = _softmax(scores, row_sinks, part.blind)
+        probs, row_lse = _softmax(scores, row_sinks, part.blind, want_lse)
+        if row_lse is not None and want_lse:
+            lse[rows] = row_lse
         torch.matmul(probs.to(pool.dtype), values, out=out[rows])
         if want_mass:
             share = probs.float().mean(2).unflatten(2, (-1, unit_tokens)).sum(3)  # [b, Hkv, M]
             entry = part.entry.clamp(max=mass.shape[2] - 1)[:, None].expand_as(share)
             mass[rows] = mass[rows].scatter_add(2, entry, share)
-    out, lse = out.to(q.dtype).flatten(1, 2), lse.flatten(1)
-    if plan.inverse is not None:
-        out, lse, mass = out[plan.inverse], lse[plan.inverse], mass[plan.inverse] if want_mass else mass
-    return out, lse, mass
+    back = slice(None) if plan.inverse is None else plan.inverse
+    out = out.to(q.dtype).flatten(1, 2)[back]
+    return out, lse.flatten(1)[back] if want_lse else lse, mass[back] if want_mass else mass
 
 
 def prefill(
@@ -135,7 +137,8 @@ class _Context:
     def __init__(self, pool: Tensor, layer: int, table: Tensor, lengths: Tensor, starts: Tensor | None) -> None:
         _, layers, _, heads, unit_tokens, dim = pool.shape
         used = -(-int(lengths.amax()) // unit_tokens)
-        entries = table[:, :used]  # [H, M]
+        exists = torch.arange(used) < (-(-lengths // unit_tokens))[:, None]
+        entries = table[:, :used].where(exists, 0)  # [H, M]; what is past a length may say anything
         run = (entry_units(entries) * layers + layer) * (2 * heads) + torch.arange(heads)[:, None]  # [Hkv, M]
         runs = pool.view(-1, unit_tokens * dim).index_select(0, torch.stack([run, run + heads]).flatten())
         self.keys, self.values = runs.view(2, heads, used * unit_tokens, dim)
@@ -184,7 +187,7 @@ def _capped(scores: Tensor, softcap: float) -> Tensor:
     return scores.float().div_(softcap).tanh_().mul_(softcap) if softcap else scores
 
 
-def _softmax(scores: Tensor, sinks: Tensor | None, blind: bool, want_lse: bool = True) -> tuple[Tensor, Tensor | None]:
+def _softmax(scores: Tensor, sinks: Tensor | None, blind: bool, want_lse: bool) -> tuple[Tensor, Tensor | None]:
     """Softmax over the last axis, in one pass that keeps the type (its arithmetic is fp32), and the log of its
     denominator, fp32, from the largest entry alone: log sum exp(s) = max s - log max p.
 

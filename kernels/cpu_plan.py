@@ -105,7 +105,7 @@ def _plan(
     for start, stop in pairwise(bounds):
         rows = order[start:stop]
         used = -(-int(longest[rows].max()) // unit_tokens)
-        entries = table[rows, :, :used]
+        entries, filler = _fill(table[rows, :, :used], lengths[rows], unit_tokens)
         runs = entry_units(entries) * (shape[1] * 2 * heads) + torch.arange(heads)[:, None]  # [b, Hkv, M]
         slot = torch.arange(used * unit_tokens)
         seen = slot < lengths[rows][..., None]  # [b, H, S]
@@ -121,7 +121,7 @@ def _plan(
                 stop=stop,
                 runs=torch.stack([runs, runs + heads]).flatten(),
                 hidden=None if all_seen else ~seen[:, :, None],
-                blank=None if all_seen else (~seen).expand(-1, heads, -1).flatten().nonzero()[:, 0],
+                blank=None if all_seen else _blank(seen, filler if starts is None else None, heads, unit_tokens),
                 entry=first[rows, None] + torch.arange(used),
                 blind=not bool(seen.any(2).all()),
             )
@@ -129,6 +129,21 @@ def _plan(
     if len(parts) == 1:
         return DecodePlan(parts, None, None)
     return DecodePlan(parts, order, order.argsort())
+
+
+def _fill(entries: Tensor, lengths: Tensor, unit_tokens: int) -> tuple[Tensor, Tensor]:
+    """``entries [b, H, M]`` with each row's first in place of those past its length, which may say anything; and bool
+    [b, H, M] of the places that so hold a whole unit of real tokens."""
+    past = torch.arange(entries.shape[2]) >= (-(-lengths // unit_tokens))[..., None]
+    first = entries[:, :, :1].where(lengths[..., None] > 0, 0)
+    whole = (lengths[..., None] >= unit_tokens) & (entry_valid(first) == unit_tokens)
+    return torch.where(past, first, entries), past & whole
+
+
+def _blank(seen: Tensor, filler: Tensor | None, heads: int, unit_tokens: int) -> Tensor:
+    """Places in ``[b * Hkv * S]`` of unseen slots whose values may be anything, NaN included."""
+    unsafe = ~seen if filler is None else ~seen & ~filler.repeat_interleave(unit_tokens, 2)
+    return unsafe.expand(-1, heads, -1).flatten().nonzero()[:, 0]
 
 
 def _behind_window(

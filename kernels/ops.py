@@ -18,7 +18,7 @@ _SCHEMAS = {
     "append": "(Tensor k, Tensor v, Tensor(a!) pool, int layer, Tensor slots, str backend) -> ()",
     "copy_units": "(Tensor(a!) pool, Tensor pairs, str backend) -> ()",
     "decode": "(Tensor q, Tensor pool, int layer, Tensor table, Tensor lengths, Tensor q_pos, "
-    f"{_SHAPE}, bool want_mass, str backend) -> (Tensor, Tensor, Tensor)",
+    f"{_SHAPE}, bool want_mass, bool want_lse, str backend) -> (Tensor, Tensor, Tensor)",
     "prefill": "(Tensor q, Tensor pool, int layer, Tensor table, Tensor lengths, Tensor cu_q, Tensor q_pos, "
     f"{_SHAPE}, int max_q, bool want_lse, str backend) -> (Tensor, Tensor)",
 }
@@ -48,10 +48,10 @@ def _prefill(*args):  # type: ignore[no-untyped-def]
 
 
 def _decode_shapes(q, pool, layer, table, *rest):  # type: ignore[no-untyped-def]
-    want_mass = rest[-2]
+    want_mass, want_lse = rest[-3:-1]
     mass = (q.shape[0], pool.shape[3], table.shape[3]) if want_mass else (0,)
     fp32 = {"dtype": torch.float32}
-    return torch.empty_like(q), q.new_empty(q.shape[:2], **fp32), q.new_empty(mass, **fp32)
+    return torch.empty_like(q), q.new_empty(q.shape[:2] if want_lse else (0,), **fp32), q.new_empty(mass, **fp32)
 
 
 def _prefill_shapes(q, *rest):  # type: ignore[no-untyped-def]

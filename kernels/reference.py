@@ -49,12 +49,13 @@ def decode(
     window: int,
     softcap: float,
     want_mass: bool,
+    want_lse: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One query a sequence, ``q [B, Hq, D]``, over its table.
 
-    Returns ``out [B, Hq, D]`` in q's dtype, ``lse`` fp32 [B, Hq] (natural log of the softmax denominator, sink
-    included) and, when ``want_mass``, ``mass`` fp32 [B, Hkv, M]: the share of the softmax that fell on each entry,
-    mean over the group's query heads (with no sink, a row sums to 1). Otherwise ``mass`` is empty.
+    Returns ``out [B, Hq, D]`` in q's dtype; when ``want_lse``, ``lse`` fp32 [B, Hq] (natural log of the softmax
+    denominator, sink included); and when ``want_mass``, ``mass`` fp32 [B, Hkv, M]: the share of the softmax that fell
+    on each entry, mean over the group's query heads (with no sink, a row sums to 1). What is not wanted is empty.
     """
     batch, q_heads, _ = q.shape
     kv_heads, entries = pool.shape[3], table.shape[3]
@@ -73,7 +74,7 @@ def decode(
             lse[b, heads] = row_lse
             if want_mass:
                 mass[b, head].index_add_(0, entry, probs.mean(0))
-    return out, lse, mass
+    return out, lse if want_lse else lse.new_empty(0), mass
 
 
 def prefill(

@@ -428,6 +428,7 @@ def decode(
     window: int,
     softcap: float,
     want_mass: bool,
+    want_lse: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See ``reference.decode``."""
     batch, q_heads, head_dim = q.shape
@@ -541,4 +542,4 @@ def decode(
             num_warps=4,
             **common,
         )
-    return out, lse, mass
+    return out, lse if want_lse else lse.new_empty(0), mass

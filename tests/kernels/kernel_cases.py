@@ -125,7 +125,7 @@ class Inputs:
         where = (self.q, self.pool, LAYER, self.table, self.lengths)
         if case.queries:
             return (*where, self.cu_q, self.q_pos, *scores, max(case.queries), True)
-        return (*where, self.q_pos, *scores, case.mass)
+        return (*where, self.q_pos, *scores, case.mass, True)
 
 
 def build(case: Case, dtype: torch.dtype, device: str = "cpu") -> Inputs:

@@ -186,8 +186,13 @@ def test_units_beyond_two_to_the_31_elements(backend):
     cu_q = torch.tensor([0, 5], dtype=torch.int32)
     far_table = pack_entries(units, unit)[None, None, None]
     near_table = pack_entries(torch.tensor([2, 1]), unit)[None, None, None]
-    got = ops.decode(q[:1], pool, 0, far_table, lengths, q_pos[-1:], *rest, True, backend)
-    check(got, reference.decode(q[:1], near, 0, near_table, lengths, q_pos[-1:], *rest, True), torch.float16, backend)
+    got = ops.decode(q[:1], pool, 0, far_table, lengths, q_pos[-1:], *rest, True, True, backend)
+    check(
+        got,
+        reference.decode(q[:1], near, 0, near_table, lengths, q_pos[-1:], *rest, True, True),
+        torch.float16,
+        backend,
+    )
     got = ops.prefill(q, pool, 0, far_table, lengths, cu_q, q_pos, *rest, 5, True, backend)
     check(got, reference.prefill(q, near, 0, near_table, lengths, cu_q, q_pos, *rest, 5, True), torch.float16, backend)
 

@@ -43,7 +43,7 @@ def test_one_compilation_serves_every_batch(backend):
 
     def step(q, k, v, pool, slots, table, lengths, q_pos):
         ops.append(k * 1.0, v * 1.0, pool, 1, slots, backend)
-        out, lse, _ = ops.decode(q, pool, 1, table, lengths, q_pos, None, None, 0.25, 0, 0.0, False, backend)
+        out, lse, _ = ops.decode(q, pool, 1, table, lengths, q_pos, None, None, 0.25, 0, 0.0, False, True, backend)
         return out + 1.0, lse
 
     compiled = torch.compile(step, fullgraph=True, backend=counter, dynamic=True)
