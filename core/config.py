@@ -111,7 +111,8 @@ class SamplingParams:
 
     Attributes:
         n: samples; sample i with seed s draws what a single run with seed s + i draws.
-        max_tokens, min_tokens: bounds on new tokens; an end-of-sequence token counts as one.
+        max_tokens, min_tokens: bounds on new tokens. An end-of-sequence token counts against the first; it may not
+            be drawn before there are ``min_tokens`` others.
         top_k: 0 is off. top_p: 1.0 is off. min_p: share of the largest probability, 0.0 is off.
         repetition_penalty: divides positive and multiplies negative logits of tokens seen before; 1.0 is off.
         seed: None draws one from the engine's seed and the request's order of arrival.

@@ -232,17 +232,19 @@ class Engine:
     def score(self, prompt: Prompt, target: str | list[int], *, method: SparseMethod | None = None) -> list[float]:
         """Log-likelihood of each target token after the prompt, each computed as it would be when decoding.
 
-        Under a sparse method the target's tokens are fed one at a time, each with its own selection.
+        Under a sparse method the target's tokens are fed one at a time, each with its own selection; a method that
+        draws takes the engine's seed, so a score depends on nothing that was asked before.
         """
         return self.score_many([(prompt, target, method)])[0]
 
     def score_many(self, items: Sequence[tuple[Prompt, str | list[int], SparseMethod | None]]) -> list[list[float]]:
         """``score`` for several (prompt, target, method) at once, batched."""
         requests = []
+        params = SamplingParams(max_tokens=1, seed=self.config.seed)
         for prompt, target, method in items:
             prefix = self._prompts.read(prompt)
             forced = self._prompts.read(target, continues=True)
-            request = self._new_request(prefix, SamplingParams(max_tokens=1), None, method, 0, None, len(forced))
+            request = self._new_request(prefix, params, None, method, 0, None, len(forced))
             requests.append((request, forced))
         for request, forced in requests:
             sequence = TokenSequence(request, 0, request.prompt + forced, self._pool)

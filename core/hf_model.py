@@ -11,14 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 
 from octavo.core.attention import AttentionStep, octavo_attention
 from octavo.core.errors import UnsupportedModelError
 from octavo.core.interfaces import LayerTraits, ModelSpec
 from octavo.kernels.cpu_linear import PackedLinears
-
-AttentionInterface.register("octavo", octavo_attention)
 
 PROBE_TOKENS = 3
 
@@ -32,6 +29,8 @@ def load(path: str, dtype: str | torch.dtype, device: str) -> tuple[nn.Module, A
     Raises:
         ValueError: nothing can be loaded from ``path``.
     """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     target = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
@@ -58,6 +57,10 @@ class HFModel:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        # Here and not on top: importing transformers takes seconds, and registering changes its state.
+        from transformers import AttentionInterface
+
+        AttentionInterface.register("octavo", octavo_attention)
         if model.training:
             raise ValueError("the model is in training mode; call model.eval() before making an engine")
         self.model = model
