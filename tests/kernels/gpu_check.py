@@ -123,8 +123,8 @@ class Paged:
         where = (self.q, self.pool, layer, self.table, self.lengths)
         scores = (None, None, DIM**-0.5, 0, 0.0)
         if self.queries > 1:
-            return (*where, self.cu_q, self.q_pos, *scores, self.queries)
-        return (*where, self.q_pos, *scores, False)
+            return (*where, self.cu_q, self.q_pos, *scores, self.queries, False)
+        return (*where, self.q_pos, *scores, False, False)
 
     def contiguous(self, layer: int, context: int) -> tuple[Tensor, Tensor]:
         """K and V [B, Hkv, context, D] of a uniform batch."""
