@@ -34,13 +34,22 @@ HEADINGS = {
     "device_bytes_peak": "device peak",
     "seconds": "seconds",
     "tokens_per_s": "tokens/s",
+    "octavo_ratio": "octavo is x times as fast",
+    "percent_of_floor": "% of floor",
+    "identical": "identical",
+    "near_ties": "near ties",
+    "mismatches": "mismatches",
+    "logprob_difference_max": "log-prob. difference",
 }
-"""Columns that have a shorter name in tables; all others keep their key."""
+"""The columns that a reader looks at first, and what they are called there; all others keep their key."""
+
+LABELS = ("name", "method", "task")
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 72rem; padding: 0 1rem; color: #222 }
 table { border-collapse: collapse; margin: 1rem 0 } th, td { padding: .3rem .7rem; border-bottom: 1px solid #ddd }
-th { text-align: left; font-weight: 600 } td { font-variant-numeric: tabular-nums } td.number { text-align: right }
+th { text-align: left; font-weight: 600 } td { font-variant-numeric: tabular-nums }
+td { white-space: nowrap } td.number { text-align: right }
 small, .interval { color: #777 } img { max-width: 100%; margin: 1rem 0 } pre { background: #f6f6f6; padding: 1rem;
 overflow-x: auto } .wide { overflow-x: auto } .incomplete { color: #b00 }
 """
@@ -70,11 +79,16 @@ def columns(rows: Sequence[Row]) -> list[str]:
     return [key for key in keys if len(rows) == 1 or key not in shared]
 
 
+def main_columns(rows: Sequence[Row]) -> list[str]:
+    """Those of ``columns`` that a reader looks at first."""
+    return [key for key in columns(rows) if key in HEADINGS or key in LABELS]
+
+
 def terminal_table(rows: Sequence[Row]) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False)
-    keys = [key for key in columns(rows) if key in HEADINGS or key in ("name", "method", "task")]
+    keys = main_columns(rows)
     for key in keys:
-        table.add_column(HEADINGS.get(key, key), justify="left" if key in ("name", "method", "task") else "right")
+        table.add_column(HEADINGS.get(key, key), justify="left" if key in LABELS else "right")
     for row in rows:
         table.add_row(*(_with_interval(row, key, "{} [dim]{}[/]") for key in keys))
     return table
@@ -84,9 +98,6 @@ def page(run: Run, config: Config, rows: Sequence[Row], notes: Sequence[str]) ->
     """The HTML report; images are inside it."""
     environment = run.environment
     title = f"octavo: {config.experiment}"
-    keys = columns(rows)
-    head = "".join(f"<th>{html.escape(HEADINGS.get(key, key))}</th>" for key in keys)
-    body = "".join(f"<tr>{''.join(_cell(row, key) for key in keys)}</tr>" for row in rows)
     images = "".join(map(_image, sorted((run.folder / "plots").glob("*.png"))))
     facts = {**environment, "folder": run.folder}
     made = "".join(f"<tr><th>{html.escape(k)}</th><td>{html.escape(str(v))}</td></tr>" for k, v in facts.items())
@@ -94,11 +105,18 @@ def page(run: Run, config: Config, rows: Sequence[Row], notes: Sequence[str]) ->
     return (
         f"<!doctype html><html lang=en><meta charset=utf-8><title>{html.escape(title)}</title><style>{STYLE}</style>"
         f"<h1>{html.escape(title)}</h1>"
-        f'<div class="wide"><table><tr>{head}</tr>{body}</table></div>'
+        f"{_table(rows, main_columns(rows))}"
         f"{''.join(f'<p>{html.escape(note)}</p>' for note in notes)}{images}"
+        f"<details><summary>All columns</summary>{_table(rows, columns(rows))}</details>"
         f"<h2>Settings</h2><pre>{html.escape(keys_used)}</pre>"
         f"<h2>Environment</h2><table>{made}</table></html>\n"
     )
+
+
+def _table(rows: Sequence[Row], keys: Sequence[str]) -> str:
+    head = "".join(f"<th>{html.escape(HEADINGS.get(key, key))}</th>" for key in keys)
+    body = "".join(f"<tr>{''.join(_cell(row, key) for key in keys)}</tr>" for row in rows)
+    return f'<div class="wide"><table><tr>{head}</tr>{body}</table></div>'
 
 
 def _image(file: Path) -> str:
