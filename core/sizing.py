@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -33,6 +34,8 @@ def backend(config: EngineConfig, device: torch.device) -> str:
         return "triton" if device.type == "cuda" else "cpu"
     if config.backend == "cpu" and device.type != "cpu":
         raise ValueError(f"backend='cpu' cannot serve a model on {device}; use 'triton' or 'reference'")
+    if config.backend == "triton" and find_spec("triton") is None:
+        raise ValueError("backend='triton' needs the package triton, which is not installed; use backend='cpu'")
     if config.backend == "triton" and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError(
             "backend='triton' needs a CUDA device, and the model is on the CPU; use backend='cpu', or set "
