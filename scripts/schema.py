@@ -144,6 +144,7 @@ class Config:
 
     def __post_init__(self) -> None:
         at_least("limit", self.limit, 1)
+        at_least("seed", self.seed, 0)
 
 
 @dataclass

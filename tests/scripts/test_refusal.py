@@ -46,6 +46,7 @@ CASES = {
     "unknown element type": ("model.dtype=fp23", "model.dtype=fp23: unknown; did you mean 'fp32'? one of: auto, fp32"),
     "temperature": ("experiment=generate sampling.temperature=-1", "sampling.temperature must be"),
     "limit": ("limit=0", "limit=0: must be at least 1"),
+    "seed": ("seed=-1", "seed=-1: must be at least 0"),
     "budget": ("sparse.budget_tokens=0", "sparse.budget_tokens=0: must be at least 1"),
     "no value": ("model=local", "model.path has no value; give one with model.path="),
     "benchmark without its file": ("task=lcc", "task.path has no value; lcc is read from a file"),
