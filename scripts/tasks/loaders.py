@@ -61,8 +61,8 @@ class CompletionItem:
 def load(name: str, path: Path | str, limit: int | None = None) -> list[CompletionItem]:
     """The first `limit` items (all by default) of the benchmark `name` in the file `path`.
 
-    Raises ValueError for an unknown name, an unreadable file, and a record that is no JSON or lacks a field; the
-    message names file, line (or record) and field.
+    Raises ValueError for an unknown name, an unreadable file, and a record that is no JSON, lacks a field or has one
+    of the wrong type; the message names file, line (or record) and field.
     """
     if name not in LOADERS:
         raise ValueError(f"unknown data set {name!r}; known: {', '.join(LOADERS)}")
@@ -76,8 +76,8 @@ def load(name: str, path: Path | str, limit: int | None = None) -> list[Completi
             items.append(make(raw, path, number))
         except KeyError as error:
             raise ValueError(f"{where}: missing field {error.args[0]!r} of {name}") from error
-        except (TypeError, AttributeError) as error:
-            raise ValueError(f"{where}: not a {name} record: {error}") from error
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
     if not items:
         raise ValueError(f"{path}: no records")
     return items
@@ -118,22 +118,25 @@ def _cut(item: CompletionItem, tokenizer: Tokenizer, lines: list[str]) -> list[i
 
 
 def _repobench(raw: Mapping[str, Any], path: Path, number: int) -> CompletionItem:
-    language = "java" if raw["file_path"].endswith(".java") else "python"
+    repository, file = _text(raw, "repo_name"), _text(raw, "file_path")
+    language = "java" if file.endswith(".java") else "python"
     mark = "//" if language == "java" else "#"
-    snippets = "".join(f"{mark} Path: {s['path']}\n{s['snippet']}\n\n" for s in raw["context"])
+    snippets = "".join(
+        f"{mark} Path: {_text(s, 'path')}\n{_text(s, 'snippet')}\n\n" for s in _list(raw, "context", dict, "objects")
+    )
     setting = next((s for s in ("cross_file_first", "cross_file_random", "in_file") if s in path.name), None)
     return CompletionItem(
         item_id=f"{setting or path.stem}:{number}",  # the records have no identity of their own
-        head=f"{mark} Repo Name: {raw['repo_name']}\n{snippets}",
-        tail=f"{mark} Path: {raw['file_path']}\n{raw['import_statement']}\n{raw['cropped_code']}\n",
-        golds=(raw["next_line"],),
+        head=f"{mark} Repo Name: {repository}\n{snippets}",
+        tail=f"{mark} Path: {file}\n{_text(raw, 'import_statement')}\n{_text(raw, 'cropped_code')}\n",
+        golds=(_text(raw, "next_line"),),
         language=language,
         family="repobench",
         metadata={
-            "level": raw["level"],
+            "level": _text(raw, "level"),
             "setting": setting,
-            "repository": raw["repo_name"],
-            "file": raw["file_path"],
+            "repository": repository,
+            "file": file,
             "created_at": str(raw["created_at"]),
         },
     )
@@ -141,14 +144,18 @@ def _repobench(raw: Mapping[str, Any], path: Path, number: int) -> CompletionIte
 
 def _longbench(raw: Mapping[str, Any], path: Path, number: int) -> CompletionItem:
     # `input` is empty in lcc and the in-file code in repobench-p: one template serves both.
+    item_id, words = _text(raw, "_id"), _typed(raw, "length", int, "a whole number")
+    golds = _list(raw, "answers", str, "texts")
+    if not golds:
+        raise ValueError("answers must not be empty")
     return CompletionItem(
-        item_id=raw["_id"],
-        head=f"Please complete the code given below. \n{raw['context']}",
-        tail=f"{raw['input']}Next line of code:\n",
-        golds=tuple(raw["answers"]),
-        language=raw["language"],
+        item_id=item_id,
+        head=f"Please complete the code given below. \n{_text(raw, 'context')}",
+        tail=f"{_text(raw, 'input')}Next line of code:\n",
+        golds=tuple(golds),
+        language=_text(raw, "language"),
         family="longbench",
-        metadata={"level": _longbench_level(raw["length"]), "words": raw["length"]},
+        metadata={"level": _longbench_level(words), "words": words},
     )
 
 
@@ -157,21 +164,51 @@ def _longbench_level(words: int) -> str:
 
 
 def _crosscodeeval(raw: Mapping[str, Any], path: Path, number: int) -> CompletionItem:
-    metadata = raw["metadata"]
-    suffix = Path(metadata["file"]).suffix
+    metadata = _typed(raw, "metadata", dict, "an object")
+    file = _text(metadata, "file")
+    suffix = Path(file).suffix
     if suffix not in _LANGUAGES:
-        raise TypeError(f"file {metadata['file']!r} is in none of {', '.join(_LANGUAGES)}")
+        raise ValueError(f"file {file!r} is in none of {', '.join(_LANGUAGES)}")
     # The in-file variant of the data set (line_completion.jsonl) has no such field.
-    cross = raw["crossfile_context"]["text"] if "crossfile_context" in raw else ""
+    found = "crossfile_context" in raw
+    cross = _text(_typed(raw, "crossfile_context", dict, "an object"), "text") if found else ""
     return CompletionItem(
-        item_id=metadata["task_id"],
+        item_id=_text(metadata, "task_id"),
         head=f"{cross}\n" if cross else "",
-        tail=raw["prompt"],
-        golds=(raw["groundtruth"],),
+        tail=_text(raw, "prompt"),
+        golds=(_text(raw, "groundtruth"),),
         language=_LANGUAGES[suffix],
         family="crosscodeeval",
-        metadata={"repository": metadata["repository"], "file": metadata["file"]},
+        metadata={"repository": _text(metadata, "repository"), "file": file},
     )
+
+
+def _text(raw: Mapping[str, Any], key: str) -> str:
+    text: str = _typed(raw, key, str, "text")
+    return text
+
+
+def _list(raw: Mapping[str, Any], key: str, kind: type, name: str) -> list[Any]:
+    """A list whose entries all have the type ``kind``, in words ``name``. Raises like `_typed`."""
+    entries: list[Any] = _typed(raw, key, list, f"a list of {name}")
+    strange = [entry for entry in entries if type(entry) is not kind]
+    if strange:
+        raise ValueError(f"{key} must be a list of {name}, got {_shown(strange[0])} in it")
+    return entries
+
+
+def _typed(raw: Mapping[str, Any], key: str, kind: type, name: str) -> Any:
+    """A field of the type ``kind``, in words ``name``; KeyError if it is missing, ValueError if it is of another type."""
+    value = raw[key]
+    if type(value) is not kind:  # not isinstance, for which true is a whole number
+        raise ValueError(f"{key} must be {name}, got {_shown(value)}")
+    return value
+
+
+def _shown(value: Any) -> str:
+    """A value as JSON, cut short."""
+    text = json.dumps(value, default=repr)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 LOADERS: dict[str, Callable[[Mapping[str, Any], Path, int], CompletionItem]] = {
@@ -200,7 +237,10 @@ def _records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
         with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
             if kind == ".json":
-                yield from ((f"{path}: record {number}", row) for number, row in enumerate(json.load(file)))
+                records = json.load(file)
+                if not isinstance(records, list):
+                    raise ValueError(f"{path}: a JSON list was expected, not {type(records).__name__}")
+                yield from ((where := f"{path}: record {n}", _is_object(row, where)) for n, row in enumerate(records))
                 return
             for number, line in enumerate(file, start=1):
                 if line.strip():
@@ -216,6 +256,10 @@ def _object(line: str, where: str) -> dict[str, Any]:
         value = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"{where}: not JSON: {error}") from error
+    return _is_object(value, where)
+
+
+def _is_object(value: Any, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{where}: a JSON object was expected, not {type(value).__name__}")
     return value

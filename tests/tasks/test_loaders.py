@@ -173,8 +173,24 @@ def test_an_unknown_data_set_lists_the_known():
         ("lcc", {k: v for k, v in LCC.items() if k != "answers"}, "missing field 'answers' of lcc"),
         ("repobench-p", REPOBENCH, "missing field '_id' of repobench-p"),
         ("crosscodeeval", {**CROSSCODEEVAL, "metadata": {}}, "missing field 'file' of crosscodeeval"),
-        ("crosscodeeval", {**CROSSCODEEVAL, "metadata": {"file": "a.go"}}, "not a crosscodeeval record: file 'a.go'"),
-        ("repobench-v1.1", {**REPOBENCH, "context": None}, "not a repobench-v1.1 record"),
+        ("crosscodeeval", {**CROSSCODEEVAL, "metadata": {"file": "a.go"}}, "file 'a.go' is in none of"),
+        ("repobench-v1.1", {**REPOBENCH, "context": None}, "context must be a list of objects, got null"),
+        ("repobench-v1.1", {**REPOBENCH, "context": ["a"]}, 'context must be a list of objects, got "a" in it'),
+        ("repobench-v1.1", {**REPOBENCH, "next_line": None}, "next_line must be text, got null"),
+        ("repobench-v1.1", {**REPOBENCH, "import_statement": None}, "import_statement must be text, got null"),
+        ("repobench-v1.1", {**REPOBENCH, "cropped_code": None}, "cropped_code must be text, got null"),
+        ("repobench-v1.1", {**REPOBENCH, "file_path": 3}, "file_path must be text, got 3"),
+        ("lcc", {**LCC, "answers": "pass"}, 'answers must be a list of texts, got "pass"'),
+        ("lcc", {**LCC, "answers": [1]}, "answers must be a list of texts, got 1 in it"),
+        ("lcc", {**LCC, "answers": []}, "answers must not be empty"),
+        ("lcc", {**LCC, "context": None}, "context must be text, got null"),
+        ("lcc", {**LCC, "length": True}, "length must be a whole number, got true"),
+        (
+            "crosscodeeval",
+            {**CROSSCODEEVAL, "crossfile_context": None},
+            "crossfile_context must be an object, got null",
+        ),
+        ("crosscodeeval", {**CROSSCODEEVAL, "groundtruth": None}, "groundtruth must be text, got null"),
         ("lcc", [LCC], "a JSON object was expected, not list"),
     ],
 )
@@ -192,6 +208,9 @@ def test_bad_files_are_named(tmp_path, write):
     (tmp_path / "broken.json").write_text("[")
     with pytest.raises(ValueError, match=r"broken\.json: not JSON"):
         load("lcc", tmp_path / "broken.json")
+    (tmp_path / "number.json").write_text("5")
+    with pytest.raises(ValueError, match=r"number\.json: a JSON list was expected, not int"):
+        load("lcc", tmp_path / "number.json")
     (tmp_path / "plain.jsonl.gz").write_text("text")
     with pytest.raises(ValueError, match=r"plain\.jsonl\.gz: cannot be read"):
         load("lcc", tmp_path / "plain.jsonl.gz")
