@@ -198,7 +198,7 @@ def _list(raw: Mapping[str, Any], key: str, kind: type, name: str) -> list[Any]:
 
 
 def _typed(raw: Mapping[str, Any], key: str, kind: type, name: str) -> Any:
-    """A field of the type ``kind``, in words ``name``; KeyError if it is missing, ValueError if it is of another type."""
+    """A field of the type ``kind``, in words ``name``; KeyError without it, ValueError if it is of another type."""
     value = raw[key]
     if type(value) is not kind:  # not isinstance, for which true is a whole number
         raise ValueError(f"{key} must be {name}, got {_shown(value)}")
