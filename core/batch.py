@@ -64,7 +64,7 @@ class StepRunner:
         self._pending_copies += plan.copies
         self._tables.sync(scheduler.running)
         self._copy_pages()
-        chunks = sorted(plan.chunks, key=_packing)
+        chunks = sorted(plan.chunks, key=self._packing)
         step, rows = self._build(chunks)
         ids = np.concatenate([np.asarray(c.sequence.tokens[c.start : c.end], np.int64) for c in chunks])
         positions = np.concatenate([np.arange(c.start, c.end) for c in chunks])
@@ -94,7 +94,7 @@ class StepRunner:
         step = PagedStep(self.kv, self.backend, self._to_device(np.concatenate(slots)))
         singles = [chunk for chunk in chunks if chunk.count == 1]
         start = 0
-        for _, grouped in groupby(singles, key=_packing):
+        for _, grouped in groupby(singles, key=self._packing):
             group = list(grouped)
             step.decodes.append(self._decode_group(group, start, page_units))
             start += len(group)
@@ -115,7 +115,7 @@ class StepRunner:
     def _decode_group(self, chunks: list[Chunk], start: int, page_units: int) -> DecodeGroup:
         table, slots = self._table_of(chunks, page_units)
         q_pos = self._to_device(np.array([chunk.start for chunk in chunks], np.int32))
-        method = _method(chunks[0])
+        method = self._method(chunks[0])
         group = DecodeGroup(start, start + len(chunks), table, slots, q_pos, method)
         if method is not None:
             n_pages = np.array([-(-chunk.end // self._page_tokens) for chunk in chunks], np.int32)
@@ -137,12 +137,26 @@ class StepRunner:
                 q_pos=q_pos,
                 n_pages=self._to_device(n_pages),
                 max_pages=int(n_pages.max()),
-                seeds=self._to_device(np.array([c.sequence.seed & (2**63 - 1) for c in chunks], np.int64)),
+                seeds=self._to_device(np.array([_seed(chunk) for chunk in chunks], np.int64)),
                 first_units=self._to_device(first_units),
                 parts=parts,
                 elements_read=torch.zeros(len(chunks), dtype=torch.int64, device=self.kv.device),
             )
         return group
+
+    def _method(self, chunk: Chunk) -> SparseMethod | None:
+        """Who chooses the pages of a chunk of one token; None if all are read."""
+        method = chunk.sequence.request.method
+        if method is None or chunk.sequence.sparse_span(chunk.start) is None:
+            return None
+        return None if method.reads_all(chunk.end, self._model.spec, self._page_tokens) else method
+
+    def _packing(self, chunk: Chunk) -> tuple[int, int]:
+        """Dense decodes, then one group a method, then longer chunks; the order within a group is kept."""
+        if chunk.count > 1:
+            return 2, 0
+        method = self._method(chunk)
+        return (0, 0) if method is None else (1, id(method))
 
     def _table_of(self, chunks: list[Chunk], page_units: int) -> tuple[Tensor, Tensor]:
         """Table int32 [1, b, 1, M] and slot counts int32 [1, b, 1] of the sequences of some chunks."""
@@ -195,13 +209,7 @@ class StepRunner:
         return torch.from_numpy(array).to(self.kv.device)
 
 
-def _method(chunk: Chunk) -> SparseMethod | None:
-    return chunk.sequence.request.method if chunk.sequence.is_sparse(chunk.start) else None
-
-
-def _packing(chunk: Chunk) -> tuple[int, int]:
-    """Dense decodes, then one group a method, then longer chunks; the order within a group is kept."""
-    if chunk.count > 1:
-        return 2, 0
-    method = _method(chunk)
-    return (0, 0) if method is None else (1, id(method))
+def _seed(chunk: Chunk) -> int:
+    """What a method that draws draws from, as a non-negative int64."""
+    span = chunk.sequence.sparse_span(chunk.start)
+    return span.seed & (2**63 - 1) if span is not None else 0

@@ -69,6 +69,10 @@ class EngineConfig:
             raise ValueError(f"memory_fraction must be in (0, 1], got {self.memory_fraction!r}")
         if not _is_int(self.seed):
             raise ValueError(f"seed must be an integer, got {self.seed!r}")
+        if not isinstance(self.prefix_cache, bool):
+            raise ValueError(f"prefix_cache must be True or False, got {self.prefix_cache!r}")
+        if not isinstance(self.page_policies, Mapping | None):
+            raise ValueError(f"page_policies must map segment kinds to page sizes, got {self.page_policies!r}")
         if self.page_tokens != DEFAULT_PAGE_TOKENS and "text" in (self.page_policies or {}):
             raise ValueError(
                 f'page_tokens={self.page_tokens} and page_policies["text"] both set the text page; give one'
@@ -151,6 +155,9 @@ class SamplingParams:
                 continue
             if not _is_int(value) or value < 0:
                 raise ValueError(f"{name} must be an integer of at least 0, got {value!r}")
+        for name in ("ignore_eos", "include_stop"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}")
         if not _is_number(self.temperature) or self.temperature < 0:

@@ -29,11 +29,13 @@ class Detokenizer:
         self.text = ""
         self._given = 0
         self.stopped = False
+        self._searching = False
 
     def add(self, token: int, *, search: bool) -> str:
         """Take a token, and give the text that is certain now. ``search`` looks for stop strings, and sets
         ``stopped`` when one is complete; the text then ends in front of it, or with it."""
         self._tokens.append(token)
+        self._searching = search
         before = len(self.text)
         window = self._decode(self._prefix, self._read)
         full = self._decode(self._prefix, len(self._tokens))
@@ -44,10 +46,13 @@ class Detokenizer:
         return self._give(len(self.text) if self.stopped else self._certain())
 
     def finish(self) -> str:
-        """No token will follow: give out what was held back."""
+        """No token will follow: give out what was held back, up to a stop string that is complete in it."""
         if not self.stopped:
+            before = len(self.text)
             window = self._decode(self._prefix, self._read)
             self._advance(self._decode(self._prefix, len(self._tokens))[len(window) :])
+            if self._searching and self._stop:
+                self._find_stop(before)
         return self._give(len(self.text))
 
     def _advance(self, text: str) -> None:

@@ -33,7 +33,7 @@ class DeviceTables:
         running = list(running)
         for sequence in self._rows.keys() - set(running):
             self._free.append(self._rows.pop(sequence))
-        where, what = [], []
+        where, what, written = [], [], []
         for sequence in running:
             if sequence not in self._rows:
                 self._rows[sequence] = self._free.pop()
@@ -45,12 +45,14 @@ class DeviceTables:
             what.append(units.ravel() << ID_SHIFT | self._unit_tokens)
             first = self._rows[sequence] * self.entries.shape[1] + table.stale_from * self._page_units
             where.append(np.arange(first, first + units.size))
-            table.stale_from = table.n_pages
+            written.append(table)
         if where:
             device = self.entries.device
             index = torch.from_numpy(np.concatenate(where)).to(device)
             values = torch.from_numpy(np.concatenate(what).astype(np.int32)).to(device)
             self.entries.view(-1).index_copy_(0, index, values)
+        for table in written:  # only now: a copy that failed is made again
+            table.stale_from = table.n_pages
 
     def rows(self, sequences: Iterable[Sequence]) -> Tensor:
         """Row numbers int64, on the device."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from octavo.core.policies import ALLOCATORS, EVICTIONS
 from octavo.core.prefix_cache import PrefixCache, root_key
 from octavo.core.prompts import Prompt, PromptReader
 from octavo.core.sampler import sample, token_logprobs
-from octavo.core.scheduler import Scheduler
+from octavo.core.scheduler import Scheduler, StepPlan
 from octavo.core.sequence import Request
 from octavo.core.sequence import Sequence as TokenSequence
 from octavo.core.session import Session
@@ -39,6 +40,7 @@ class Engine:
 
     Args:
         model: a transformers causal language model, in memory, in eval mode. It is used as it is and left as it was.
+            Its weights must stay as they are while the engine lives: cached pages come from them.
         tokenizer: its tokenizer; None serves token ids only.
         config: see ``EngineConfig``.
         method: the sparse method of every request that names none; None is dense.
@@ -86,8 +88,9 @@ class Engine:
         self._arrivals = 0
         self._steps = 0
         self._undelivered: list[StepOutput] = []
+        self._stepping = Lock()
         if method is not None:
-            method.validate(self.spec, page_tokens)
+            self._validate(method)
 
     @classmethod
     def from_pretrained(
@@ -125,6 +128,8 @@ class Engine:
         Raises:
             BatchError: some prompts were refused. The others are finished first and are in ``.completions``.
         """
+        if not isinstance(prompts, str | Sequence):
+            raise ValueError(f"prompts must be a list of prompts, got {type(prompts).__name__}")
         prompts = [prompts] if isinstance(prompts, str) else list(prompts)
         each = [params or SamplingParams()] * len(prompts) if not isinstance(params, Sequence) else list(params)
         if len(each) != len(prompts):
@@ -133,11 +138,16 @@ class Engine:
             )
         errors: dict[int, Exception] = {}
         ids: dict[str, int] = {}
-        for index, (prompt, one) in enumerate(zip(prompts, each, strict=True)):
-            try:
-                ids[self.submit(prompt, one)] = index
-            except ValueError as error:
-                errors[index] = error
+        try:
+            for index, (prompt, one) in enumerate(zip(prompts, each, strict=True)):
+                try:
+                    ids[self.submit(prompt, one)] = index
+                except ValueError as error:
+                    errors[index] = error
+        except BaseException:
+            for request_id in ids:
+                self.abort(request_id)
+            raise
         completions = self.finish(list(ids))
         ordered: list[Completion | None] = [None] * len(prompts)
         for request_id, completion in completions.items():
@@ -174,20 +184,37 @@ class Engine:
         return request.request_id
 
     def step(self) -> list[StepOutput]:
-        """One forward pass for whoever is next, and the news it brings."""
-        plan = self._scheduler.schedule()
-        self._undelivered += [self._finish(sequence, "capacity") for sequence in plan.stranded]
-        computed = self._runner.run(plan, self._scheduler) if plan.chunks else None
-        news, self._undelivered = self._undelivered, []  # not before: a pass that fails must not lose them
-        if computed is not None:
-            self._steps += 1
+        """One forward pass for whoever is next, and the news it brings.
+
+        If it raises, no news is lost and every request goes on with the next step.
+        """
+        if not self._stepping.acquire(blocking=False):
+            raise RuntimeError("another thread is in this engine's step(); an engine belongs to one thread at a time")
+        try:
+            plan = self._scheduler.schedule()
+            self._undelivered += [self._finish(sequence, "capacity") for sequence in plan.stranded]
+            if plan.chunks:
+                self._pass(plan)
+            elif self._requests and not plan.stranded and not self._undelivered:
+                raise RuntimeError(f"no progress is possible: {self._describe_queues()}")
+            news, self._undelivered = self._undelivered, []
+            return news
+        finally:
+            self._stepping.release()
+
+    def _pass(self, plan: StepPlan) -> None:
+        """Compute a plan, publish what it filled and take the tokens it yields; news go to ``_undelivered``."""
+        logits, rows = self._runner.run(plan, self._scheduler)
+        self._steps += 1
+        try:
             for chunk in plan.chunks:
                 chunk.sequence.computed = chunk.end
                 self._publish(chunk.sequence)
-            news += self._read_logits(*computed)
-        elif self._requests and not plan.stranded and not news:
-            raise RuntimeError(f"no progress is possible: {self._describe_queues()}")
-        return news
+            self._read_logits(logits, rows)
+        except BaseException:
+            for sequence in [s for s in self._scheduler.running if s.computed >= s.goal]:
+                self._scheduler.preempt(sequence)  # its logits are lost: it computes its last token again
+            raise
 
     def finish(self, request_ids: list[str]) -> dict[str, Completion]:
         """Step until these requests have ended; news of others is kept for later calls of ``step``.
@@ -317,6 +344,11 @@ class Engine:
                         f"page {page} of {sequence.request.request_id!r} is indexed for another prefix"
                     )
 
+    def _validate(self, method: SparseMethod) -> None:
+        if not callable(getattr(method, "select", None)):
+            raise ValueError(f"method={method!r} is no sparse method; octavo.scripts.build.method(name) makes one")
+        method.validate(self.spec, self.config.text_page_tokens)
+
     def _new_request(
         self,
         prompt: list[int],
@@ -350,7 +382,7 @@ class Engine:
         )
         method = method or self._method
         if method is not None:
-            method.validate(self.spec, self.config.text_page_tokens)
+            self._validate(method)
         arrival = self._arrivals
         while request_id is None and f"request-{arrival}" in self._requests:
             arrival += 1
@@ -392,7 +424,7 @@ class Engine:
             sequence.nodes.append(node)
             self._scheduler.published(keys[number], sequence)
 
-    def _read_logits(self, logits: torch.Tensor, rows: list[Row]) -> list[StepOutput]:
+    def _read_logits(self, logits: torch.Tensor, rows: list[Row]) -> None:
         """Record known tokens' log-probabilities, fork the samples of finished prompts, draw, and see who is done."""
         known = [i for i, row in enumerate(rows) if row.position + 1 < len(row.chunk.sequence.tokens)]
         if known:
@@ -402,15 +434,14 @@ class Engine:
             if row.position + 1 == len(row.chunk.sequence.tokens):
                 sequence = row.chunk.sequence
                 drawing += [(i, sequence), *((i, child) for child in self._fork_samples(sequence))]
-        news = [self._finish(s, "stop") for s in self._scored({row.chunk.sequence: None for row in rows})]
+        self._undelivered += [self._finish(s, "stop") for s in self._scored({row.chunk.sequence: None for row in rows})]
         if drawing:
             sequences = [sequence for _, sequence in drawing]
             drawn = sample(logits[[i for i, _ in drawing]], sequences, self._eos)
             for sequence, token, logprobs in zip(sequences, drawn.tokens, drawn.logprobs, strict=True):
                 if logprobs is not None:
                     sequence.sample_logprobs.append(logprobs)
-                news.append(self._take(sequence, token))
-        return news
+                self._undelivered.append(self._take(sequence, token))
 
     def _record_known(self, logits: torch.Tensor, rows: list[Row]) -> None:
         sequences = [row.chunk.sequence for row in rows]
@@ -461,8 +492,10 @@ class Engine:
     def _finish(self, sequence: TokenSequence, reason: str) -> StepOutput:
         """End a sample; with the last one the request ends and its completion is made."""
         request = sequence.request
-        sequence.finish_reason = reason
         text = sequence.detokenizer.finish() if sequence.detokenizer is not None else ""
+        if reason == "length" and sequence.detokenizer is not None and sequence.detokenizer.stopped:
+            reason = "stop"  # the stop string ended in a token that also held half a character
+        sequence.finish_reason = reason
         if request.keep is not None and sequence in self._scheduler.running:
             self._scheduler.park(sequence)
         else:

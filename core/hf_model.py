@@ -76,7 +76,8 @@ class HFModel:
     def forward(self, input_ids: Tensor, position_ids: Tensor, rows: Tensor, step: AttentionStep) -> Tensor:
         """Logits fp32 [R, vocabulary] of the ``rows`` int64 [R] among the T packed tokens; ids and positions [T]."""
         extra = {"logits_to_keep": rows} if self._keeps_logits else {}
-        with torch.inference_mode(), self._octavo_attention(), self._linears.used():
+        plain = torch.autocast(self.device.type, enabled=False)  # the caller's autocast is not meant for octavo
+        with torch.inference_mode(), plain, self._octavo_attention(), self._linears.used():
             output = self.model(
                 input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, octavo_step=step, **extra
             )

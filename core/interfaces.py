@@ -170,6 +170,14 @@ class SparseMethod(Protocol):
     def digest(self) -> Digest | None: ...
     @property
     def provenance(self) -> str: ...
+    @property
+    def draws(self) -> bool:
+        """Whether what is chosen depends on ``PageView.seeds``."""
+        ...
+
+    def reads_all(self, tokens: int, spec: ModelSpec, page_tokens: int) -> bool:
+        """Whether a sequence of so many tokens is read whole in every layer, so that nothing has to be chosen."""
+        ...
 
     def validate(self, spec: ModelSpec, page_tokens: int) -> None:
         """Raises ValueError if the method cannot serve a model on pages of this size."""

@@ -42,7 +42,10 @@ class PromptReader:
     def _encode(self, text: str, continues: bool) -> list[int]:
         if self._tokenizer is None:
             raise ValueError(f"the text {text!r:.80} needs a tokenizer, and the engine has none; give token ids")
-        ids: list[int] = self._tokenizer(text, add_special_tokens=not continues)["input_ids"]
+        try:
+            ids: list[int] = self._tokenizer(text, add_special_tokens=not continues)["input_ids"]
+        except Exception as error:  # whatever a tokenizer raises, it is this prompt that it cannot read
+            raise ValueError(f"the tokenizer cannot read {text!r:.80}: {error}") from error
         return [self._token(token) for token in ids]
 
     def _token(self, token: Any) -> int:

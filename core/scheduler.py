@@ -144,6 +144,13 @@ class Scheduler:
         self.parked.remove(sequence)
         return True
 
+    def preempt(self, sequence: Sequence) -> None:
+        """Back to waiting without pages: they will be computed again, or found."""
+        self._stop(sequence)
+        sequence.rewind()
+        self.waiting.append(sequence)
+        self.preemptions += 1
+
     def published(self, key: PageKey, sequence: Sequence) -> None:
         """A page is findable now; nobody needs to wait for it any more."""
         if self._computing.get(key) is sequence:
@@ -245,13 +252,10 @@ class Scheduler:
         return max(0, -(-(sequence.computed + count) // self._page_tokens) - sequence.table.n_pages) + copied
 
     def _preempt(self, sequence: Sequence, plan: StepPlan) -> None:
-        """Back to waiting without pages: they will be computed again, or found. Its chunk leaves the plan."""
+        """Preempt a sequence while planning: its chunk, if it has one, leaves the plan."""
         plan.chunks = [chunk for chunk in plan.chunks if chunk.sequence is not sequence]
         plan.preempted.append(sequence)
-        self._stop(sequence)
-        sequence.rewind()
-        self.waiting.append(sequence)
-        self.preemptions += 1
+        self.preempt(sequence)
 
     def _reclaim(self) -> None:
         self.parked.pop(0).rewind()

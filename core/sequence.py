@@ -26,6 +26,15 @@ KNOWN_LOGPROB_ROWS = 512
 """Rows of logits that one sequence may ask for in a step: each is a whole vocabulary of fp32."""
 
 
+class SparseSpan(NamedTuple):
+    """Tokens ``start`` to ``stop`` (exclusive) were, or will be, computed under the sparse method; ``seed`` is what a
+    method that draws drew from, and 0 for others."""
+
+    start: int
+    stop: int
+    seed: int = 0
+
+
 @dataclass(eq=False)
 class Request:
     """One prompt and its samples. ``unforked`` samples will branch off the first when the prompt is computed.
@@ -75,7 +84,10 @@ class Sequence:
         self.table = BlockTable(pool)
         self.computed = 0
         self.served_at = -1
-        self.sparse_spans = [(len(request.prompt), NEVER)] if request.method else []
+        self.sparse_spans: list[SparseSpan] = []
+        if request.method is not None:
+            seed = self.seed if request.method.draws else 0
+            self.sparse_spans = [SparseSpan(len(request.prompt), NEVER, seed)]
         self.forced = False
         self.logprobs_from: int | None = None if request.params.prompt_logprobs is None else 1
         self.known_logprobs: dict[int, TokenLogprobs] = {}
@@ -106,7 +118,7 @@ class Sequence:
         left = self.goal - self.computed
         if self.logprobs_from is not None:
             left = min(left, KNOWN_LOGPROB_ROWS)
-        for start, stop in self.sparse_spans:
+        for start, stop, _ in self.sparse_spans:
             if self.computed < start:
                 return min(left, start - self.computed)
             if self.computed < stop:
@@ -119,8 +131,9 @@ class Sequence:
             return range(0)
         return range(max(start, self.logprobs_from - 1), min(stop, self.goal, len(self.tokens) - 1))
 
-    def is_sparse(self, position: int) -> bool:
-        return any(start <= position < stop for start, stop in self.sparse_spans)
+    def sparse_span(self, position: int) -> SparseSpan | None:
+        """The span that a token belongs to; None if it is computed densely."""
+        return next((span for span in self.sparse_spans if span.start <= position < span.stop), None)
 
     def reusable_tokens(self) -> int:
         """Tokens that a prefix hit may cover: never the last one, nor one whose logits are asked for."""
@@ -131,11 +144,11 @@ class Sequence:
 
     def provenance(self, page: int, page_tokens: int) -> str:
         """How the KV of a full page came to be: "" is exact, otherwise the method that shaped some of it, and which of
-        its tokens it computed (the same tokens may be a prompt here and an output there)."""
+        its tokens it computed (the same tokens may be a prompt here and an output there) from which seed."""
         method, start, stop = self.request.method, page * page_tokens, (page + 1) * page_tokens
-        if method is None or stop <= self.sparse_spans[0][0]:
+        if method is None or stop <= self.sparse_spans[0].start:
             return ""
-        spans = [(max(a, start) - start, min(b, stop) - start) for a, b in self.sparse_spans if a < stop and b > start]
+        spans = [(max(a, start) - start, min(b, stop) - start, seed) for a, b, seed in self.sparse_spans]
         return f"{method.provenance} {[span for span in spans if span[0] < span[1]]}"
 
     def page_tokens_array(self, page: int, page_tokens: int) -> NDArray[np.int32]:
@@ -163,10 +176,10 @@ class Sequence:
         self.table.stale_from = 0
 
     def truncate(self, tokens: int, page_tokens: int) -> None:
-        """Forget the KV past ``tokens``. A findable page must keep what it says it holds, so a page that would be
-        written again is let go of whole if it is findable."""
+        """Forget the KV past ``tokens``. A page that was full is let go of whole, since it may be findable or have a
+        digest, and must then keep what these say it holds."""
         pages = -(-tokens // page_tokens)
-        if tokens % page_tokens and pages <= len(self.nodes):
+        if tokens % page_tokens and pages * page_tokens <= self.computed:
             tokens, pages = (pages - 1) * page_tokens, pages - 1
         self.table.truncate(pages)
         self.computed = tokens

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 from octavo.core.config import SamplingParams
 from octavo.core.interfaces import SparseMethod
 from octavo.core.outputs import Completion
-from octavo.core.sequence import NEVER
 from octavo.core.sequence import Sequence as TokenSequence
+from octavo.core.sequence import SparseSpan
 
 if TYPE_CHECKING:
     from octavo.core.engine import Engine
@@ -27,7 +27,7 @@ class Session:
         self._engine = engine
         self._method = method
         self._salt = salt
-        self._spans: list[tuple[int, int]] = []
+        self._spans: list[SparseSpan] = []
         self._parked: TokenSequence | None = None
         self._busy: str | None = None
         self._closed = False
@@ -63,7 +63,7 @@ class Session:
         request.keep = self._take_back
         sequence = TokenSequence(request, 0, request.prompt.copy(), engine._pool)
         if self._method is not None:
-            sequence.sparse_spans = [*self._spans, (len(request.prompt), NEVER)]
+            sequence.sparse_spans = [*self._spans, *sequence.sparse_spans]
         engine._enter(request, sequence)
         self._busy = request.request_id
         parked, self._parked = self._parked, None
@@ -109,7 +109,7 @@ class Session:
         prompt = len(sequence.request.prompt)
         kept = self._kept_tokens(sequence)
         if self._method is not None:
-            self._spans.append((prompt, prompt + len(kept)))
+            self._spans.append(sequence.sparse_spans[-1]._replace(stop=prompt + len(kept)))
         self.tokens = sequence.request.prompt + kept
         common = prompt
         while common < min(len(self.tokens), len(sequence.tokens)) and self.tokens[common] == sequence.tokens[common]:

@@ -23,8 +23,9 @@ MEMORY_SHARE = 0.25
 class PackedLinears:
     """The plain ``nn.Linear`` layers of a model on a CPU; none where oneDNN is missing or memory is short.
 
-    The model is not changed: the layers use their packed weights inside ``used()`` only. A weight that has been written
-    to since is packed again.
+    The model is not changed: the layers use their packed weights inside ``used()`` only. A weight that has been
+    replaced or written to since is packed again, as far as torch can tell: a write through ``weight.data`` leaves no
+    trace.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -33,22 +34,37 @@ class PackedLinears:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         wanted = platform.machine() == "x86_64" and torch.backends.mkldnn.is_available() and size <= MEMORY_SHARE * free
         self._layers = layers if wanted else []
-        self._packed: dict[nn.Linear, tuple[int, Callable[[Tensor], Tensor]]] = {}
+        self._packed: dict[nn.Linear, tuple[Identity, Callable[[Tensor], Tensor]]] = {}
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Let the layers multiply by their packed weights."""
+        """Let the layers multiply by their packed weights. Those that have become something else are left alone."""
+        lent = []
         try:
             for layer in self._layers:
-                version = _version(layer.weight)
+                if not _packable(layer):
+                    continue
                 packed = self._packed.get(layer)
-                if packed is None or packed[0] != version:
-                    packed = self._packed[layer] = version, _pack(layer)
+                if packed is None or not _same(packed[0], layer.weight):
+                    packed = self._packed[layer] = _identity(layer.weight), _pack(layer)
                 layer.forward = packed[1]  # type: ignore[method-assign]
+                lent.append(layer)
             yield
         finally:
-            for layer in self._layers:
-                layer.__dict__.pop("forward", None)
+            for layer in lent:
+                del layer.forward
+
+
+Identity = tuple[Tensor, int, int]
+"""A weight as it was packed: the parameter itself, where its data lay, and its version."""
+
+
+def _identity(weight: Tensor) -> Identity:
+    return weight, weight.data_ptr(), 0 if weight.is_inference() else weight._version
+
+
+def _same(known: Identity, weight: Tensor) -> bool:
+    return known[0] is weight and known[1:] == _identity(weight)[1:]
 
 
 def _packable(layer: nn.Module) -> bool:
@@ -63,14 +79,8 @@ def _packable(layer: nn.Module) -> bool:
 
 def _pack(layer: nn.Linear) -> Callable[[Tensor], Tensor]:
     weight = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach())
-    bias = layer.bias
 
     def forward(x: Tensor) -> Tensor:
-        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+        return torch.ops.mkldnn._linear_pointwise(x, weight, layer.bias, "none", [], "")
 
     return forward
-
-
-def _version(weight: Tensor) -> int:
-    """Goes up when a weight is written to; weights made in inference mode do not count and are taken as fixed."""
-    return 0 if weight.is_inference() else weight._version

@@ -94,8 +94,8 @@ def prefill(
     want_lse: bool,
 ) -> tuple[Tensor, Tensor]:
     """Ragged queries ``q [T, Hq, D]``: sequence b owns rows ``cu_q[b] : cu_q[b + 1]`` (int32 [B + 1]), at most
-    ``max_q`` of them; rows past ``cu_q[B]`` belong to nobody and see nothing. The K and V of the queries' own tokens
-    are already in the pool, and ``lengths`` counts them.
+    ``max_q`` of them, at positions that follow on one another; rows past ``cu_q[B]`` belong to nobody and see nothing.
+    The K and V of the queries' own tokens are already in the pool, and ``lengths`` counts them.
 
     Returns ``out [T, Hq, D]`` in q's dtype and, when ``want_lse``, ``lse`` fp32 [T, Hq]; otherwise ``lse`` is empty.
     """

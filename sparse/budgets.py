@@ -15,8 +15,8 @@ class Uniform:
     tokens: int
 
     def __post_init__(self) -> None:
-        if self.tokens < 1:
-            raise ValueError(f"budget.tokens must be at least 1, got {self.tokens}")
+        if isinstance(self.tokens, bool) or not isinstance(self.tokens, int) or self.tokens < 1:
+            raise ValueError(f"budget.tokens must be an integer of at least 1, got {self.tokens!r}")
 
     def max_pages(self, layer: int, page_tokens: int) -> int:
         return -(-self.tokens // page_tokens)

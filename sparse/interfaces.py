@@ -10,10 +10,13 @@ from octavo.core.interfaces import ModelSpec, PageView, Selection
 
 
 class Scorer(Protocol):
-    """Rates pages: a larger score is read first. ``parts`` are the digest parts that it reads."""
+    """Rates pages: a larger score is read first. ``parts`` are the digest parts that it reads; ``draws`` says that the
+    scores depend on ``PageView.seeds``."""
 
     @property
     def parts(self) -> frozenset[str]: ...
+    @property
+    def draws(self) -> bool: ...
 
     def score(self, q: Tensor, pages: PageView) -> Tensor:
         """fp32 [b, H, P] for ``q [b, Hq, D]``; what stands past a sequence's pages is ignored, NaN included."""

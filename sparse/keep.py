@@ -18,8 +18,9 @@ class Keep:
 
     def __post_init__(self) -> None:
         for name in ("sink_tokens", "recent_tokens"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"keep.{name} must be at least 0, got {getattr(self, name)}")
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ValueError(f"keep.{name} must be an integer of at least 0, got {value!r}")
 
     def pages(self, page_tokens: int) -> int:
         """The most pages that are kept, the open one included."""

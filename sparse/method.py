@@ -40,11 +40,22 @@ class Method:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dense_layers", tuple(self.dense_layers))
+        if any(isinstance(layer, bool) or not isinstance(layer, int) for layer in self.dense_layers):
+            raise ValueError(f"{self.name}: dense_layers must be layer numbers, got {list(self.dense_layers)}")
 
     @cached_property
     def provenance(self) -> str:
         """The whole composition with its parameters; two methods that differ in one of them share no shaped page."""
         return repr(self)
+
+    @property
+    def draws(self) -> bool:
+        return self.scorer.draws
+
+    def reads_all(self, tokens: int, spec: ModelSpec, page_tokens: int) -> bool:
+        pages = -(-tokens // page_tokens)
+        chosen = (layer for layer in range(spec.layers) if layer not in self.dense_layers)
+        return all(pages <= self.budget.max_pages(layer, page_tokens) for layer in chosen)
 
     def validate(self, spec: ModelSpec, page_tokens: int) -> None:
         outside = [layer for layer in self.dense_layers if not 0 <= layer < spec.layers]

@@ -1,29 +1,35 @@
 """Scorers: what a page is worth to a query. Each is one piece of maths with its source."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from octavo.core.interfaces import ModelSpec, PageView
 
-NO_PARTS: frozenset[str] = frozenset()
+
+class Scored:
+    """What most scorers have in common: they read no digest and draw nothing."""
+
+    parts: ClassVar[frozenset[str]] = frozenset()
+    draws: ClassVar[bool] = False
 
 
 @dataclass(frozen=True)
-class UpperBound:
+class UpperBound(Scored):
     """The largest dot product that any key in a page's min-max box could have with the query (Quest, arXiv
     2406.10774, section 3.3): sum_d max(q_d min_d, q_d max_d) = relu(q) . max + min(q, 0) . min.
 
     ``group`` reduces over the query heads of a KV head: "max" of the bounds, or "mean" of their softmax over pages.
     """
 
+    parts: ClassVar[frozenset[str]] = frozenset({"min", "max"})
     group: Literal["max", "mean"] = "max"
 
-    @property
-    def parts(self) -> frozenset[str]:
-        return frozenset({"min", "max"})
+    def __post_init__(self) -> None:
+        if self.group not in ("max", "mean"):
+            raise ValueError(f"scorer.group must be 'max' or 'mean', got {self.group!r}")
 
     def score(self, q: Tensor, pages: PageView) -> Tensor:
         low, high = pages.digest("min").float(), pages.digest("max").float()  # [b, P, Hkv, D]
@@ -41,13 +47,9 @@ class UpperBound:
 
 
 @dataclass(frozen=True)
-class TrueMass:
+class TrueMass(Scored):
     """The softmax mass that dense attention puts on each page: the upper bar of every comparison. It reads all of K,
     so it saves nothing."""
-
-    @property
-    def parts(self) -> frozenset[str]:
-        return NO_PARTS
 
     def score(self, q: Tensor, pages: PageView) -> Tensor:
         return pages.mass(q)
@@ -57,13 +59,9 @@ class TrueMass:
 
 
 @dataclass(frozen=True)
-class Recency:
+class Recency(Scored):
     """The later page is worth more, the same for all heads: with sinks kept, the window of StreamingLLM (arXiv
     2309.17453) on pages. Keys keep their original positions; the paper renumbers them inside the window."""
-
-    @property
-    def parts(self) -> frozenset[str]:
-        return NO_PARTS
 
     def score(self, q: Tensor, pages: PageView) -> Tensor:
         page = torch.arange(pages.max_pages, device=q.device, dtype=torch.float32)
@@ -74,15 +72,13 @@ class Recency:
 
 
 @dataclass(frozen=True)
-class Random:
+class Random(Scored):
     """A fresh random order of pages for each step, layer and KV head: the lower bar of every comparison.
 
     A hash of (request seed, length, layer, head, page), so it does not depend on batch mates or preemption.
     """
 
-    @property
-    def parts(self) -> frozenset[str]:
-        return NO_PARTS
+    draws: ClassVar[bool] = True
 
     def score(self, q: Tensor, pages: PageView) -> Tensor:
         kv_heads = pages.kv_heads

@@ -8,7 +8,7 @@ import torch
 
 from octavo.core import SamplingParams
 from octavo.core.interfaces import PagesRead, Selection
-from octavo.core.sequence import NEVER
+from octavo.core.sequence import NEVER, SparseSpan
 from octavo.core.sequence import Sequence as TokenSequence
 
 GREEDY = {"ignore_eos": True}
@@ -26,6 +26,7 @@ class Ends:
     all_pages: bool = False
     largest_page: int = 64
     digest = None
+    draws = False
 
     @property
     def provenance(self):
@@ -34,6 +35,9 @@ class Ends:
     def validate(self, spec, page_tokens):
         if page_tokens > self.largest_page:
             raise ValueError(f"pages of {page_tokens} tokens are more than {self.largest_page}")
+
+    def reads_all(self, tokens, spec, page_tokens):
+        return False
 
     def select(self, q, pages):
         if self.all_pages:
@@ -138,7 +142,7 @@ class TestProvenance:
         for spans in (first, second):
             request = engine._new_request(tokens(20), None, None, None, 0, None)
             sequence = TokenSequence(request, 0, tokens(20), engine._pool)
-            sequence.sparse_spans = spans
+            sequence.sparse_spans = [SparseSpan(*span) for span in spans]
             keys.append(sequence.keys(5, 4))
         assert [one == other for one, other in zip(*keys, strict=True)] == same
 

@@ -304,7 +304,7 @@ def test_what_cannot_be_served_is_refused_at_the_door(parts, message, model, eng
 
 @pytest.mark.parametrize("value", [0, -4])
 def test_budgets_and_keeps_must_be_sensible(value):
-    with pytest.raises(ValueError, match=rf"at least 1, got {value}"):
+    with pytest.raises(ValueError, match=rf"integer of at least 1, got {value}"):
         method("quest", budget_tokens=value)
-    with pytest.raises(ValueError, match=r"sink_tokens must be at least 0, got -1"):
+    with pytest.raises(ValueError, match=r"sink_tokens must be an integer of at least 0, got -1"):
         method("quest", keep={"sink_tokens": -1})

@@ -1,0 +1,191 @@
+"""What goes wrong in the middle of a step: nothing is lost, nothing is wrong afterwards."""
+
+import random
+import threading
+
+import pytest
+import torch
+
+from octavo.core import SamplingParams
+from octavo.core.sequence import Sequence
+from octavo.scripts.build import method
+
+GREEDY = {"ignore_eos": True, "max_tokens": 9}
+
+
+def tokens(n, seed=0):
+    return random.Random(seed).choices(range(3, 128), k=n)
+
+
+def once(function, error):
+    """``function``, but its first call raises."""
+    left = [error]
+
+    def wrapped(*args, **kwargs):
+        if left:
+            raise left.pop()
+        return function(*args, **kwargs)
+
+    return wrapped
+
+
+def broken_sampler(engine, monkeypatch):
+    from octavo.core import engine as module
+
+    monkeypatch.setattr(module, "sample", once(module.sample, MemoryError("sort")))
+
+
+def broken_tables(engine, monkeypatch):
+    tables = engine._runner._tables
+    tables.entries = BrokenOnce(tables.entries)
+
+
+class BrokenOnce:
+    """The device table, whose first update fails."""
+
+    def __init__(self, entries):
+        self._entries, self._left = entries, [MemoryError("copy")]
+
+    def view(self, *shape):
+        if self._left:
+            raise self._left.pop()
+        return self._entries.view(*shape)
+
+    def __getattr__(self, name):
+        return getattr(self._entries, name)
+
+    def __getitem__(self, key):
+        return self._entries[key]
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3, 5])
+@pytest.mark.parametrize("damage", [broken_sampler, broken_tables])
+def test_a_step_that_fails_is_made_again(damage, steps, t_model, engine_for, drain, assert_idle, monkeypatch):
+    prompts = {"a": tokens(11), "b": tokens(6, 1)}
+    expected = {}
+    for name, prompt in prompts.items():
+        expected[name] = engine_for(t_model).generate([prompt], SamplingParams(**GREEDY))[0].samples[0].token_ids
+    engine = engine_for(t_model)
+    for name, prompt in prompts.items():
+        engine.submit(prompt, SamplingParams(**GREEDY), request_id=name)
+    early = [news for _ in range(steps) for news in engine.step()]
+    damage(engine, monkeypatch)
+    with pytest.raises(MemoryError):
+        for _ in range(20):
+            early += engine.step()
+    engine.check()
+    drained = drain(engine)
+    assert {name: drained.completions[name].samples[0].token_ids for name in prompts} == expected
+    assert_idle(engine)
+
+
+def test_a_prompt_that_breaks_the_tokenizer_is_refused_alone(t_model, engine_for, byte_tokenizer):
+    from octavo.core import BatchError, Engine, EngineConfig
+    from octavo.core.prompts import PromptReader
+
+    class Strict:
+        def __call__(self, text, add_special_tokens=True):
+            if text == "bad":
+                raise TypeError("surrogates")
+            return {"input_ids": [5, 6]}
+
+        def decode(self, ids, **_):
+            return "x" * len(ids)
+
+        eos_token_id = None
+
+    engine = Engine(t_model, Strict(), EngineConfig(page_tokens=4, pool_tokens=400))
+    with pytest.raises(BatchError, match="cannot read 'bad': surrogates") as caught:
+        engine.generate(["good", "bad"], SamplingParams(**GREEDY))
+    assert caught.value.completions[0].samples[0].finish_reason == "length"
+    assert not engine.has_work()
+    with pytest.raises(ValueError, match="needs a tokenizer"):
+        PromptReader(None, 10).read("x")
+
+
+@pytest.mark.parametrize("prompts", [None, 5])
+def test_prompts_must_be_a_list(prompts, t_model, engine_for):
+    with pytest.raises(ValueError, match="must be a list of prompts"):
+        engine_for(t_model).generate(prompts)
+
+
+def test_a_method_is_not_a_name(t_model, engine_for):
+    with pytest.raises(ValueError, match="'quest' is no sparse method"):
+        engine_for(t_model).submit(tokens(4), method="quest")
+    with pytest.raises(ValueError, match="'quest' is no sparse method"):
+        engine_for(t_model, method="quest")
+
+
+def test_one_thread_at_a_time(t_model, engine_for):
+    engine = engine_for(t_model)
+    engine.submit(tokens(4), SamplingParams(**GREEDY))
+    seen = []
+    forward = engine._runner.run
+
+    def intrude():
+        with pytest.raises(RuntimeError, match="another thread"):
+            engine.step()
+        seen.append("refused")
+
+    def slow(*args):
+        other = threading.Thread(target=intrude)
+        other.start()
+        other.join()
+        return forward(*args)
+
+    engine._runner.run = slow
+    engine.step()
+    assert seen == ["refused"]
+
+
+def test_the_callers_autocast_does_not_reach_the_model(t_model, engine_for):
+    expected = engine_for(t_model).generate([tokens(9)], SamplingParams(**GREEDY))[0].samples[0].token_ids
+    with torch.autocast("cpu", torch.bfloat16):
+        got = engine_for(t_model, backend="cpu").generate([tokens(9)], SamplingParams(**GREEDY))
+    assert got[0].samples[0].token_ids == expected
+
+
+def test_a_rewritten_page_gets_a_new_digest(make_llama, engine_for):
+    """A turn is cut back across a page that was full and digested; the page is written again."""
+    model = make_llama(num_hidden_layers=3)
+    quest = method("quest", budget_tokens=12, keep={"sink_tokens": 4, "recent_tokens": 0}, dense_layers=[])
+    for seed in range(6):
+        engine = engine_for(model, prefix_cache=False)
+        session = engine.session(tokens(30, seed), method=quest)
+        session.generate(SamplingParams(max_tokens=8, ignore_eos=True))
+        cut = session._parked
+        session.tokens = session.tokens[:33]
+        session._spans = [session._spans[0]._replace(stop=33)]
+        cut.truncate(33, 4)
+        session.append(tokens(9, seed + 50))
+        got = session.generate(SamplingParams(max_tokens=8, ignore_eos=True))
+        engine.check()
+        fresh = engine_for(model, prefix_cache=False).session(tokens(30, seed), method=quest)
+        fresh.generate(SamplingParams(max_tokens=8, ignore_eos=True))
+        fresh.tokens, fresh._spans = session.tokens[: -len(got.samples[0].token_ids)], session._spans[:1]
+        fresh._parked.rewind()
+        again = fresh.generate(SamplingParams(max_tokens=8, ignore_eos=True))
+        assert got.samples[0].token_ids == again.samples[0].token_ids
+
+
+def test_pages_that_a_drawing_method_shaped_belong_to_its_seed(make_llama, engine_for):
+    model = make_llama(num_hidden_layers=3)
+    drawing = method("random", budget_tokens=12, keep={"sink_tokens": 4, "recent_tokens": 0}, dense_layers=[])
+    engine, prompt = engine_for(model), tokens(45)
+    first = engine.submit(prompt, SamplingParams(seed=1, **GREEDY), method=drawing)
+    shaped = engine.finish([first])[first].samples[0].token_ids
+    keys = []
+    for seed in (1, 2):
+        request = engine._new_request(prompt, SamplingParams(seed=seed), None, drawing, 0, None)
+        keys.append(Sequence(request, 0, prompt + shaped, engine._pool).keys(12, 4))
+    assert [one == other for one, other in zip(*keys, strict=True)] == [True] * 11 + [False]
+
+
+def test_rows_that_fit_their_budget_cost_nothing_to_choose(make_llama, engine_for):
+    model = make_llama(num_hidden_layers=3)
+    quest = method("quest", budget_tokens=16, keep={"sink_tokens": 4, "recent_tokens": 0}, dense_layers=[])
+    engine = engine_for(model)
+    short = engine.submit(tokens(4), SamplingParams(**GREEDY), method=quest)
+    long = engine.submit(tokens(60), SamplingParams(**GREEDY), method=quest)
+    done = engine.finish([short, long])
+    assert done[short].samples[0].digest_bytes_read == 0 < done[long].samples[0].digest_bytes_read
