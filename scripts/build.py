@@ -37,12 +37,33 @@ def check(config: Config) -> None:
     """
     for part in dataclasses.fields(config):
         value = getattr(config, part.name)
-        if isinstance(value, EngineSettings):
+        if isinstance(value, ModelSettings):
+            check_device("model.device=", value.device)
+        elif isinstance(value, EngineSettings):
             engine_config(value)
         elif isinstance(value, SamplingSettings):
             sampling_params(value)
         elif isinstance(value, SparseSettings):
             methods(value)
+    sampling = getattr(config, "sampling", None)
+    if sampling is not None and sampling.n > config.engine.max_seqs:
+        raise ConfigError(
+            f"sampling.n={sampling.n}: more samples than run at once, engine.max_seqs={config.engine.max_seqs}"
+        )
+
+
+def check_device(key: str, device: str) -> None:
+    """Raises ConfigError, its message beginning with ``key``, unless ``device`` is "auto", or one that is there."""
+    if device == "auto":
+        return
+    import torch
+
+    try:
+        kind = torch.empty(0, device=device).device.type
+    except (RuntimeError, AssertionError) as error:  # the latter from a torch that was built without CUDA
+        raise ConfigError(f"{key}{device}: {str(error).splitlines()[0]}") from error
+    if kind not in ("cpu", "cuda"):
+        raise ConfigError(f"{key}{device}: octavo runs on cpu and cuda")
 
 
 def load_model(settings: ModelSettings) -> tuple[Any, Any]:
@@ -51,6 +72,7 @@ def load_model(settings: ModelSettings) -> tuple[Any, Any]:
     Raises:
         ConfigError: nothing can be loaded from ``settings.path``.
     """
+    from safetensors import SafetensorError
     from transformers.utils import logging
 
     from octavo.core.hf_model import load
@@ -58,6 +80,8 @@ def load_model(settings: ModelSettings) -> tuple[Any, Any]:
     logging.disable_progress_bar()  # progress is ours
     try:
         return load(settings.path, DTYPES[settings.dtype], settings.device)
+    except SafetensorError as error:
+        raise ConfigError(f"model.path={settings.path}: its weights are damaged: {error}") from error
     except ValueError as error:
         raise ConfigError(f"model.path={settings.path}: {error}") from error
 
@@ -94,7 +118,13 @@ def methods(settings: SparseSettings) -> dict[str, SparseMethod | None]:
     """The methods of a run by name, in order, all with the shared budget; None is dense."""
     built: dict[str, SparseMethod | None] = {}
     for entry in settings.methods:
-        made = method(entry, budget_tokens=settings.budget_tokens, **settings.overrides.get(entry, {}))
+        overrides = settings.overrides.get(entry, {})
+        if not isinstance(overrides, Mapping):
+            raise ConfigError(
+                f"sparse.overrides.{entry}={overrides}: changes are given by part, as in "
+                f"sparse.overrides.{entry}.keep.sink_tokens=4"
+            )
+        made = _method(entry, settings.budget_tokens, overrides)
         name = DENSE if made is None else made.name
         if name in built:
             raise ConfigError(f"sparse.methods: {entry} is named {name!r}, like another; give it a `name` of its own")
@@ -114,6 +144,12 @@ def method(name_or_path: str, *, budget_tokens: int | None = None, **overrides: 
     Raises:
         ConfigError: an unknown method, with the nearest name, or parts that do not fit together.
     """
+    return _method(name_or_path, budget_tokens, overrides)
+
+
+def _method(name_or_path: str, budget_tokens: int | None, overrides: Mapping[str, Any]) -> SparseMethod | None:
+    if name_or_path == DENSE and overrides:
+        raise ConfigError(f"method {DENSE}: it has no parts, so none to change: {', '.join(map(str, overrides))}")
     if name_or_path == DENSE:
         return None
     recipe = _compose(name_or_path)
@@ -123,15 +159,21 @@ def method(name_or_path: str, *, budget_tokens: int | None = None, **overrides: 
         raise ConfigError(
             f"method {name_or_path}: no _target_ says what to build; octavo.sparse.method.Method, usually"
         )
-    for key in overrides:
+    for key in map(str, overrides):
         if key not in recipe:
             known = [str(part) for part in recipe]
             raise ConfigError(f"method {name_or_path}: no part {key!r}; {nearest(key, known)}parts: {', '.join(known)}")
     try:
-        built: SparseMethod = instantiate(OmegaConf.merge(recipe, overrides), _convert_="all")
-    except (HydraException, OmegaConfBaseException, ValueError, TypeError) as error:
+        built = instantiate(OmegaConf.merge(recipe, dict(overrides)), _convert_="all")
+    except (HydraException, OmegaConfBaseException, ValueError, TypeError, AttributeError) as error:
         raise ConfigError(f"method {name_or_path}: {_root_cause(error)}") from error
-    return built
+    lacking = [part for part in ("name", "validate", "select", "resolve") if not hasattr(built, part)]
+    if lacking:
+        raise ConfigError(
+            f"method {name_or_path}: its _target_ builds a {type(built).__name__}, which is no sparse method: "
+            f"it has no {', '.join(lacking)}"
+        )
+    return typing.cast("SparseMethod", built)
 
 
 def fit(methods: Mapping[str, SparseMethod | None], engine: Engine) -> None:

@@ -82,6 +82,8 @@ def explain(error: BaseException, root: type, others: Mapping[str, type]) -> str
         if group == "sparse":
             return "sparse is no choice of one: give a list of methods, for instance sparse.methods=[dense,quest]"
         return f"this experiment has no group {group!r} to choose from"
+    if isinstance(error, ValueError) and str(error).startswith("Config group override must be"):
+        return "the value of a group is the name of one of its files, as in engine=default, and no number or mapping"
     if isinstance(error, HydraException | OmegaConfBaseException):
         # Hydra wraps a broken interpolation in an exception without words.
         return next((str(cause) for cause in chain if str(cause)), type(error).__name__)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from octavo.scripts import benchmarks, build, report
 from octavo.scripts.benchmarks import Item
 from octavo.scripts.progress import console, counting, waiting
-from octavo.scripts.refusal import ConfigError, one_of
+from octavo.scripts.refusal import one_of
 from octavo.scripts.run import Run, Sample
 from octavo.scripts.schema import Config, Devices
 
@@ -45,16 +45,11 @@ class Place:
         Raises:
             ConfigError: unknown kernels, or a device that is not there.
         """
-        import torch
-
         device, _, backend = text.rpartition(":")
         if not device or backend.isdigit():
             device, backend = text, "auto"
         one_of(f"kernels of devices: {text}", backend, BACKENDS)
-        try:
-            torch.empty(0, device=device)
-        except (RuntimeError, AssertionError) as error:  # the latter from a torch that was built without CUDA
-            raise ConfigError(f"devices: {text}: {str(error).splitlines()[0]}") from error
+        build.check_device("devices: ", device)
         return cls(device, backend)
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 from hydra.core.global_hydra import GlobalHydra
 
-from octavo.scripts.build import method, methods
+from octavo.scripts.build import load_model, method, methods
 from octavo.scripts.refusal import ConfigError
-from octavo.scripts.schema import SparseSettings
+from octavo.scripts.schema import ModelSettings, SparseSettings
 
 from .conftest import Command, samples
 
@@ -68,6 +69,30 @@ def test_a_file_without_a_target_is_refused(tmp_path: Path) -> None:
     (tmp_path / "bare.yaml").write_text("name: bare\n")
     with pytest.raises(ConfigError, match=r"bare.yaml: no _target_"):
         method(str(tmp_path / "bare.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [("builtins.dict", "builds a dict, which is no sparse method"), ("builtins.print", "builds a NoneType")],
+)
+def test_a_target_that_builds_no_method_is_refused(target: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "other.yaml").write_text(f"_target_: {target}\n")
+    with pytest.raises(ConfigError, match=rf"other.yaml: its _target_ {message}"):
+        method(str(tmp_path / "other.yaml"))
+
+
+def test_a_damaged_model_is_named(tiny_model: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(tiny_model, broken)
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(ConfigError, match=rf"model.path={broken}: its weights are damaged"):
+        load_model(ModelSettings(str(broken)))
+
+
+def test_dense_has_nothing_to_change() -> None:
+    with pytest.raises(ConfigError, match="method dense: it has no parts, so none to change: foo"):
+        method("dense", foo=3)
 
 
 def test_the_methods_of_a_run_share_their_budget() -> None:
