@@ -20,7 +20,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from octavo.scripts import naming, schema, settings
-from octavo.scripts.paths import absolute
+from octavo.scripts.paths import absolute, resume_argument
 from octavo.scripts.refusal import ConfigError, explain
 from octavo.scripts.schema import EXPERIMENTS, Config
 
@@ -83,7 +83,11 @@ def _run(config: Config, folder: Path) -> None:
 
     build.check(config)
     experiment = importlib.import_module(f"octavo.scripts.experiments.{config.experiment}").run
-    run = Run.resume(folder, config) if config.resume else Run.create(folder, config)
+    try:
+        run = Run.resume(folder, config) if config.resume else Run.create(folder, config)
+    except DiskFullError as error:
+        _complain(str(error))
+        raise JobFailed(str(error)) from error
     exit_code = 1
     try:
         with _logged(folder / "run.log"), _terminable():
@@ -102,7 +106,7 @@ def _run(config: Config, folder: Path) -> None:
                 raise JobFailed(str(error)) from error
             except (KeyboardInterrupt, SystemExit) as stop:
                 exit_code = 130 if isinstance(stop, KeyboardInterrupt) else int(stop.code or 1)
-                _complain(f"interrupted; go on with: octavo resume={folder}")
+                _complain(f"interrupted; go on with: octavo {resume_argument(folder)}")
                 raise
             finally:
                 run.tracker.finish(exit_code)

@@ -16,6 +16,7 @@ import fcntl
 import json
 import logging
 import os
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from octavo.scripts import settings
+from octavo.scripts.paths import resume_argument
 from octavo.scripts.refusal import ConfigError
 from octavo.scripts.schema import Config
 from octavo.scripts.strict_json import dumps
@@ -68,18 +70,20 @@ class Run:
 
         Raises:
             ConfigError: there is one.
+            DiskFullError: it could not be begun, and nothing of it is there.
         """
-        folder.mkdir(parents=True, exist_ok=True)
+        with _disk(folder):
+            folder.mkdir(parents=True, exist_ok=True)
         taken = [name for name in ("config.yaml", "metrics.json", "samples.jsonl") if (folder / name).exists()]
         try:
             if taken:
                 raise FileExistsError
-            with _disk(folder / "config.yaml"), (folder / "config.yaml").open("x", encoding="utf-8") as file:
-                file.write(_yaml(config, folder))
+            with _disk(folder / "config.yaml"):
+                _write_new(folder / "config.yaml", _yaml(config, folder))
         except FileExistsError:
             raise ConfigError(
                 f"{folder} already holds a run, and octavo overwrites none: give another hydra.run.dir, "
-                f"or go on with that run: resume={folder}"
+                f"or go on with that run: octavo {resume_argument(folder)}"
             ) from None
         return cls(folder, config, resumed=False)
 
@@ -101,7 +105,7 @@ class Run:
         if differing:
             raise ConfigError(
                 f"{folder} was begun with other settings: {', '.join(differing)}; "
-                f"give the same, or only resume={folder} to take them from there"
+                f"give the same, or only {resume_argument(folder)} to take them from there"
             )
         return cls(folder, config, resumed=True)
 
@@ -109,7 +113,15 @@ class Run:
         self._samples_file.close()
 
     def done(self, *keys: str) -> set[tuple[Any, ...]]:
-        """The values of ``keys`` in every sample so far."""
+        """The values of ``keys`` in every sample so far.
+
+        Raises:
+            ConfigError: a sample lacks one.
+        """
+        for number, sample in enumerate(self.samples, start=1):
+            lacking = [key for key in keys if not isinstance(sample.get(key), str | int)]
+            if lacking:
+                raise ConfigError(f"{self._samples_file.name}: line {number} is no sample of this run: no {lacking[0]}")
         return {tuple(sample[key] for key in keys) for sample in self.samples}
 
     def add(self, sample: Sample) -> None:
@@ -121,7 +133,7 @@ class Run:
         line = (dumps(sample) + "\n").encode()
         file = self._samples_file
         end = file.seek(0, os.SEEK_END)
-        with _disk(Path(file.name), f"resume={self.folder} goes on after {len(self.samples)} samples"):
+        with _disk(Path(file.name), f"octavo {resume_argument(self.folder)} goes on after {len(self.samples)} samples"):
             try:
                 left = memoryview(line)
                 while left:
@@ -193,9 +205,12 @@ class Run:
         samples = []
         for number, line in enumerate(lines, start=1):
             try:
-                samples.append(json.loads(line))
+                sample = json.loads(line)
             except ValueError as error:
                 raise ConfigError(f"{file.name}: line {number} is damaged: {error}") from None
+            if not isinstance(sample, dict):
+                raise ConfigError(f"{file.name}: line {number} is no sample, but a {type(sample).__name__}")
+            samples.append(sample)
         return samples
 
 
@@ -213,8 +228,20 @@ def saved_config(folder: Path) -> Config:
 def _yaml(config: Config, folder: Path) -> str:
     from omegaconf import OmegaConf
 
-    again = f"# Run again, in a new folder: octavo --config-path {folder} --config-name config\n"
+    again = f"# Run again, in a new folder: octavo --config-path {shlex.quote(str(folder))} --config-name config\n"
     return again + OmegaConf.to_yaml(OmegaConf.create(settings.plain(config)), sort_keys=False)
+
+
+def _write_new(file: Path, text: str) -> None:
+    """Write a file that must not exist yet, whole or not at all."""
+    with file.open("x", encoding="utf-8") as opened:
+        try:
+            opened.write(text)
+            opened.flush()
+            os.fsync(opened.fileno())
+        except BaseException:
+            file.unlink()
+            raise
 
 
 @contextmanager

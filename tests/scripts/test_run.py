@@ -5,11 +5,14 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
+from octavo.scripts.paths import resume_argument
 from octavo.scripts.refusal import ConfigError
 from octavo.scripts.run import DiskFullError, Run, saved_config
 from octavo.scripts.schema import Config, Generate
@@ -89,6 +92,16 @@ def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path, config: Config) -
         Run.resume(tmp_path / "run", config)
 
 
+@pytest.mark.parametrize(
+    ("line", "message"), [("5", "is no sample, but a int"), ('{"a": 1}', "no item"), ('{"item": []}', "no item")]
+)
+def test_a_line_that_is_no_sample_is_named(line: str, message: str, tmp_path: Path, config: Config) -> None:
+    Run.create(tmp_path / "run", config).close()
+    (tmp_path / "run" / "samples.jsonl").write_text(f'{{"item": 0}}\n{line}\n')
+    with pytest.raises(ConfigError, match=rf"samples.jsonl: line 2 is no sample.*{message.split(', ')[-1]}"):
+        Run.resume(tmp_path / "run", config).done("item")
+
+
 class FullDisk:
     """A file that takes ``room`` more bytes."""
 
@@ -114,7 +127,9 @@ def test_a_full_disk_loses_nothing_that_was_written(room: int, tmp_path: Path, c
     run.add({"item": 0, "text": "first"})
     whole = (run.folder / "samples.jsonl").read_bytes()
     real, run._samples_file = run._samples_file, FullDisk(run._samples_file, room)  # type: ignore[assignment]
-    with pytest.raises(DiskFullError, match=r"no space left while writing .*samples.jsonl; resume=.* after 1 samples"):
+    with pytest.raises(
+        DiskFullError, match=r"no space left while writing .*samples.jsonl; octavo resume=.* after 1 samples"
+    ):
         run.add({"item": 1, "text": "second"})
     assert (run.folder / "samples.jsonl").read_bytes() == whole and len(run.samples) == 1
     run._samples_file = real
@@ -135,3 +150,24 @@ def test_a_full_disk_leaves_the_old_metrics(tmp_path: Path, config: Config, monk
         run.write_rows([{"name": "octavo"}, {"name": "other"}])
     assert (run.folder / "metrics.json").read_bytes() == before
     assert not [name for name in os.listdir(run.folder) if name.startswith(".")], "no scratch file stays"
+
+
+def test_a_disk_that_is_full_from_the_start_leaves_the_folder_usable(
+    tmp_path: Path, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(DiskFullError, match=r"config\.yaml; free some space"):
+            Run.create(tmp_path / "run", config)
+    Run.create(tmp_path / "run", config).close()
+
+
+@pytest.mark.parametrize("name", ["plain-1.x", "with space", "Übung", "a'b", 'a"b', "a\\", 'a\\"b', "a,b=c", "(x)"])
+def test_the_hint_to_resume_can_be_pasted(name: str, tmp_path: Path) -> None:
+    """Through the shell's rules for words, and Hydra's for values."""
+    [argument] = shlex.split(resume_argument(tmp_path / name))
+    override = OverridesParser.create().parse_override(argument)
+    assert override.key_or_group == "resume" and override.value() == str(tmp_path / name)
