@@ -77,9 +77,9 @@ def complete(
     from octavo.core import SamplingParams
 
     base = {"item": item.id, "gold": item.gold}
-    gold = tokenizer.encode(item.gold, add_special_tokens=False)
-    most = engine.max_model_tokens - max(config.task.max_new_tokens, len(gold))
     try:
+        gold = tokenizer.encode(item.gold, add_special_tokens=False)
+        most = engine.max_model_tokens - max(config.task.max_new_tokens, len(gold))
         prompt = item.prompt_ids(tokenizer, min(most, config.task.max_prompt_tokens or most))
         params = SamplingParams(max_tokens=config.task.max_new_tokens, seed=_seed(item, config.seed))
         lines = _decode(item, prompt, methods, engine, params)

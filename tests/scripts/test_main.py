@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import os
@@ -12,7 +13,9 @@ from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
+from transformers import PreTrainedTokenizerFast
 
+from octavo.scripts import benchmarks
 from octavo.scripts.experiments import code_completion
 from octavo.scripts.schema import EXPERIMENTS
 
@@ -255,6 +258,34 @@ def test_an_item_that_does_not_fit_is_recorded_and_the_rest_goes_on(octavo: Comm
     assert [(row["items"], row["failed"]) for row in outcome.metrics["rows"]] == [(4, 1)] * 3
 
 
+def test_a_gold_line_that_cannot_be_encoded_costs_one_item(
+    octavo: Command, tiny: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = benchmarks.load
+
+    def one_bad(*arguments: Any) -> list[benchmarks.Item]:
+        first, *rest = load(*arguments)
+        return [Unencodable.of(first), *rest]
+
+    class Unencodable(str):
+        @classmethod
+        def of(cls, item: benchmarks.Item) -> benchmarks.Item:
+            return dataclasses.replace(item, gold=cls(item.gold))
+
+    encode = PreTrainedTokenizerFast.encode
+
+    def refusing(self: Any, text: str, *rest: Any, **more: Any) -> Any:
+        if isinstance(text, Unencodable):
+            raise ValueError("cannot encode this")
+        return encode(self, text, *rest, **more)
+
+    monkeypatch.setattr(benchmarks, "load", one_bad)
+    monkeypatch.setattr(PreTrainedTokenizerFast, "encode", refusing)
+    outcome = octavo(*tiny, "limit=2")
+    assert outcome.code == 0, outcome.err
+    assert [s.get("error") for s in samples(outcome.folder)] == ["cannot encode this"] * 3 + [None] * 3
+
+
 def test_a_run_in_which_nothing_could_be_served_failed(octavo: Command, tiny: list[str]) -> None:
     outcome = octavo(*tiny, "task.max_prompt_tokens=20")
     assert outcome.code == 1 and "none of the 5 items could be served: demo/use.py:0: " in outcome.err
@@ -275,7 +306,15 @@ def test_a_full_disk_is_one_clear_message(octavo: Command, tiny: list[str], monk
         patch.setattr(os, "fsync", fsync)
 
     with monkeypatch.context() as patch:
-        full(6)  # the first metrics, an item's three samples, its metrics, and one sample of the second item
+        full(0)
+        nothing = octavo(*tiny, "hydra.run.dir=here")
+    assert nothing.code == 1 and nothing.err.startswith("octavo: no space left") and nothing.err.count("\n") == 1
+    assert not Path("here").exists()
+
+    with monkeypatch.context() as patch:
+        full(
+            7
+        )  # the settings, the first metrics, an item's three samples, its metrics, and one sample of the second item
         first = octavo(*tiny)
     assert first.code == 1 and "no space left while writing" in first.err and "Traceback" not in first.err
     assert first.metrics["complete"] is False
