@@ -83,7 +83,7 @@ def start(config: Config, folder: Path, *, resumed: bool) -> Tracker:
     """The tracker that ``config.tracking`` asks for.
 
     Raises:
-        ConfigError: ``tracking=online`` without wandb.
+        ConfigError: ``tracking=online`` without wandb, or where wandb cannot begin, as without a login.
     """
     mode = config.tracking.mode
     if mode == "off":
@@ -100,7 +100,13 @@ def start(config: Config, folder: Path, *, resumed: bool) -> Tracker:
             raise ConfigError(f"tracking=online: {missing}, or take tracking=off") from None
         log.warning("%s for records in W&B's format, or say tracking=off; going on without", missing)
         return NoTracker()
-    return WandbTracker(wandb, config, folder, resumed=resumed)
+    try:
+        return WandbTracker(wandb, config, folder, resumed=resumed)
+    except Exception as error:
+        if mode == "online" and isinstance(error, wandb.errors.Error):
+            words = " ".join(str(error).split())
+            raise ConfigError(f"tracking=online: {words} (or take tracking=offline)") from error
+        raise
 
 
 def _run_id(folder: Path) -> str:

@@ -104,6 +104,21 @@ def test_without_wandb_offline_goes_on_and_online_is_refused(
         tracking.start(config("online"), tmp_path, resumed=False)
 
 
+def test_online_without_a_login_is_refused(tmp_path: Path, wandb: FakeWandb, monkeypatch: pytest.MonkeyPatch) -> None:
+    class UsageError(Exception):
+        pass
+
+    def init(**_: Any) -> None:
+        raise UsageError("No API key configured.\nUse `wandb login` to log in.")
+
+    monkeypatch.setattr(wandb, "errors", SimpleNamespace(Error=UsageError), raising=False)
+    monkeypatch.setattr(wandb, "init", init)
+    with pytest.raises(
+        ConfigError, match=r"tracking=online: No API key configured\. Use .* \(or take tracking=offline\)"
+    ):
+        tracking.start(config("online"), tmp_path, resumed=False)
+
+
 OFFLINE = """
 import socket, sys, threading
 calls = []
