@@ -14,7 +14,7 @@ from octavo.scripts.benchmarks import Item
 from octavo.scripts.progress import console, counting, waiting
 from octavo.scripts.refusal import one_of
 from octavo.scripts.run import Run, Sample
-from octavo.scripts.schema import Config, Devices
+from octavo.scripts.schema import Config, Devices, TaskSettings
 
 if TYPE_CHECKING:
     from octavo.core import Engine
@@ -26,6 +26,11 @@ Row = dict[str, Any]
 BACKENDS = ("auto", "reference", "cpu", "triton")
 OUTCOMES = {"identical": "identical", "near_tie": "near_ties", "mismatch": "mismatches"}
 """What a sample is -> the key of a row that counts it."""
+
+
+REFERENCE_PAIR = ["cpu:cpu", "cpu:reference"]
+REFERENCE_PROMPT_TOKENS, REFERENCE_NEW_TOKENS = 800, 8
+"""Most tokens of an item for that pair; all items that come with octavo can be shortened that far."""
 
 
 class MismatchError(RuntimeError):
@@ -64,6 +69,8 @@ def run(config: Devices, run: Run) -> None:
         MismatchError: there was a mismatch; all rows are written before.
     """
     names = config.devices or _automatic()
+    if sorted(names) == REFERENCE_PAIR:
+        config = dataclasses.replace(config, task=_small(config.task))
     places = [Place.parse(name) for name in names]
     items = benchmarks.load(config.task, config.limit)
     methods = build.methods(config.sparse)
@@ -179,7 +186,15 @@ def _engines(config: Devices, places: Sequence[Place]) -> tuple[list[Engine], An
 def _automatic() -> list[str]:
     import torch
 
-    return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu:cpu", "cpu:reference"]
+    return ["cpu", "cuda"] if torch.cuda.is_available() else REFERENCE_PAIR
+
+
+def _small(task: TaskSettings) -> TaskSettings:
+    """The task for the reference kernels on a CPU, which are slow; a prompt length that was given stays."""
+    if task.max_prompt_tokens is not None:
+        return task
+    new = min(task.max_new_tokens, REFERENCE_NEW_TOKENS)
+    return dataclasses.replace(task, max_prompt_tokens=REFERENCE_PROMPT_TOKENS, max_new_tokens=new)
 
 
 def _notes(names: Sequence[str], near_tie_nats: float) -> list[str]:

@@ -12,6 +12,7 @@ import torch
 from octavo.scripts.experiments import devices
 from octavo.scripts.experiments.devices import Place, compare
 from octavo.scripts.refusal import ConfigError
+from octavo.scripts.schema import TaskSettings
 
 from .conftest import Command, samples
 
@@ -72,6 +73,11 @@ def test_two_sets_of_kernels_agree(octavo: Command, tiny: list[str]) -> None:
     assert "dense: 3 items, 3 identical, 0 near ties, 0 mismatches" in outcome.out
     taken = samples(outcome.folder)
     assert len(taken) == 9 and all(len(side) == 6 for s in taken for side in s["token_ids"])
+
+
+def test_the_reference_pair_is_small_unless_told() -> None:
+    assert devices._small(TaskSettings()) == TaskSettings(max_prompt_tokens=800, max_new_tokens=8)
+    assert devices._small(TaskSettings(max_prompt_tokens=900)) == TaskSettings(max_prompt_tokens=900)
 
 
 def test_a_mismatch_ends_the_run_badly_after_all_rows(
