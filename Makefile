@@ -16,8 +16,10 @@ setup: $(VENV)/.installed model  ## virtual environment, packages, embedded mode
 $(VENV)/.installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "octavo needs Python 3.11 or newer; this is $$($(PYTHON) --version). Try: make PYTHON=python3.12"; exit 1; }
 	@test "$$(uname)" = Linux || { echo "octavo runs on Linux; this is $$(uname)."; exit 1; }
+	@echo "installing into $(VENV): about 6 GB, some minutes"
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --editable '.[dev]'
+	@echo "installed; 'source $(VENV)/bin/activate' puts octavo on your path"
 	@touch $@
 
 .PHONY: model
