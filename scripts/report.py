@@ -80,8 +80,9 @@ def columns(rows: Sequence[Row]) -> list[str]:
 
 
 def main_columns(rows: Sequence[Row]) -> list[str]:
-    """Those of ``columns`` that a reader looks at first."""
-    return [key for key in columns(rows) if key in HEADINGS or key in LABELS]
+    """Those of ``columns`` that a reader looks at first, in the order of ``HEADINGS``."""
+    keys = columns(rows)
+    return [key for key in (*LABELS, *HEADINGS) if key in keys]
 
 
 def terminal_table(rows: Sequence[Row]) -> Table:
@@ -98,7 +99,7 @@ def page(run: Run, config: Config, rows: Sequence[Row], notes: Sequence[str]) ->
     """The HTML report; images are inside it."""
     environment = run.environment
     title = f"octavo: {config.experiment}"
-    images = "".join(map(_image, sorted((run.folder / "plots").glob("*.png"))))
+    images = "".join(map(_image, sorted((run.folder / "plots").glob("*.png"), key=_when)))
     facts = {**environment, "folder": run.folder}
     made = "".join(f"<tr><th>{html.escape(k)}</th><td>{html.escape(str(v))}</td></tr>" for k, v in facts.items())
     keys_used = "\n".join(f"{key}: {value}" for key, value in settings.flat(settings.plain(config)).items())
@@ -117,6 +118,11 @@ def _table(rows: Sequence[Row], keys: Sequence[str]) -> str:
     head = "".join(f"<th>{html.escape(HEADINGS.get(key, key))}</th>" for key in keys)
     body = "".join(f"<tr>{''.join(_cell(row, key) for key in keys)}</tr>" for row in rows)
     return f'<div class="wide"><table><tr>{head}</tr>{body}</table></div>'
+
+
+def _when(file: Path) -> int:
+    """The order in which an experiment saved its figures, the main one first."""
+    return file.stat().st_mtime_ns
 
 
 def _image(file: Path) -> str:
