@@ -34,6 +34,14 @@ class JobFailed(RuntimeError):
     """A job failed and has said so; in a sweep, the others still run."""
 
 
+FOLDERS = {
+    "hydra.run.dir": "${octavo.run_dir:${experiment},${resume}}",
+    "hydra.sweep.dir": "multirun/${experiment}/${octavo.stamp:}",
+    "hydra.sweep.subdir": "${hydra.job.num}-${octavo.digest:${hydra.job.override_dirname}}",
+}
+"""Where runs go, as in configs/config.yaml; a saved config.yaml, which is run again by its path, does not say it."""
+
+
 @hydra.main(config_path="pkg://octavo.configs", config_name="config", version_base="1.3")
 def _job(cfg: DictConfig) -> None:
     """What Hydra calls for the one job, or for each job of a sweep."""
@@ -155,6 +163,10 @@ def main() -> int:
     """Entry point. Exit codes: 0; 1 for a failed job or a refused configuration; 130 Ctrl-C; 143 SIGTERM."""
     # Hydra would print its own words and exit; with this it lets exceptions through, and `explain` speaks.
     os.environ["HYDRA_FULL_ERROR"] = "1"
+    if any(argument.partition("=")[0] in ("--config-path", "-cp") for argument in sys.argv[1:]):
+        given = {argument.partition("=")[0] for argument in sys.argv[1:]}
+        sys.argv += ["hydra.output_subdir=null"]
+        sys.argv += [f"{key}='{value}'" for key, value in FOLDERS.items() if key not in given]
     try:
         _job()
     except JobFailed:

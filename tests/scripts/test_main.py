@@ -178,6 +178,8 @@ def test_a_saved_configuration_runs_again_from_anywhere(
     again = octavo("--config-path", str(first.folder), "--config-name", "config", "tracking.mode=off")
     assert again.code == 0, again.err
     assert again.folder != first.folder
+    assert again.folder.parent == tmp_path / "elsewhere" / "runs" / "code_completion"
+    assert [entry.name for entry in (tmp_path / "elsewhere").iterdir()] == ["runs"]
     same(again.metrics["rows"], first.metrics["rows"])
 
 
