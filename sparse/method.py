@@ -8,8 +8,17 @@ from functools import cached_property
 
 from torch import Tensor
 
-from octavo.core.interfaces import Digest, ModelSpec, PagesRead, PageView, Selection
-from octavo.sparse.interfaces import Budget, Placement, Scorer, Selector
+from octavo.core.interfaces import (
+    Budget,
+    Digest,
+    ModelSpec,
+    PagesRead,
+    PageView,
+    Placement,
+    Scorer,
+    Selection,
+    Selector,
+)
 from octavo.sparse.keep import Keep
 from octavo.sparse.placements import Resident
 from octavo.sparse.selectors import TopK
