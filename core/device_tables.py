@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from octavo.core.sequence import Sequence
-from octavo.kernels.layout import ID_SHIFT
+from octavo.kernels.layout import pack_entries
 
 
 class DeviceTables:
@@ -42,14 +42,14 @@ class DeviceTables:
             if table.stale_from == table.n_pages:
                 continue
             units = table.pages(table.stale_from).astype(np.int64)[:, None] + self._offsets  # [pages, page_units]
-            what.append(units.ravel() << ID_SHIFT | self._unit_tokens)
+            what.append(units.ravel())
             first = self._rows[sequence] * self.entries.shape[1] + table.stale_from * self._page_units
             where.append(np.arange(first, first + units.size))
             written.append(table)
         if where:
             device = self.entries.device
             index = torch.from_numpy(np.concatenate(where)).to(device)
-            values = torch.from_numpy(np.concatenate(what).astype(np.int32)).to(device)
+            values = pack_entries(torch.from_numpy(np.concatenate(what)), self._unit_tokens).to(device)
             self.entries.view(-1).index_copy_(0, index, values)
         for table in written:  # only now: a copy that failed is made again
             table.stale_from = table.n_pages

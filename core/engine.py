@@ -434,7 +434,9 @@ class Engine:
             if row.position + 1 == len(row.chunk.sequence.tokens):
                 sequence = row.chunk.sequence
                 drawing += [(i, sequence), *((i, child) for child in self._fork_samples(sequence))]
-        self._undelivered += [self._finish(s, "stop") for s in self._scored({row.chunk.sequence: None for row in rows})]
+        for sequence in dict.fromkeys(row.chunk.sequence for row in rows):
+            if sequence.forced and sequence.computed == sequence.goal:
+                self._undelivered.append(self._finish(sequence, "stop"))
         if drawing:
             sequences = [sequence for _, sequence in drawing]
             drawn = sample(logits[[i for i, _ in drawing]], sequences, self._eos)
@@ -449,9 +451,6 @@ class Engine:
         counts = [s.request.params.prompt_logprobs or 0 for s in sequences]
         for sequence, row, entry in zip(sequences, rows, token_logprobs(logits, tokens, counts), strict=True):
             sequence.known_logprobs[row.position + 1] = entry
-
-    def _scored(self, sequences: Mapping[TokenSequence, None]) -> list[TokenSequence]:
-        return [sequence for sequence in sequences if sequence.forced and sequence.computed == sequence.goal]
 
     def _fork_samples(self, first: TokenSequence) -> list[TokenSequence]:
         """The other samples of a request, sharing every page of the first; without a free place they wait."""
