@@ -1,24 +1,26 @@
-"""The fast CPU path: matrix products over head-major keys and values (semantics and shapes as in reference.py).
+"""The fast CPU path (semantics and shapes as in reference.py).
 
-A run, the K or V of one (unit, layer, head), is one contiguous row of the pool viewed as [runs, unit_tokens * D], so
-one ``index_select`` brings the context of a head together, already head-major, whatever the order of its units and
-whether tables are shared or per head::
+Decoding reads K and V straight out of the pages, in compiled code (cpu_native.py). Prefill, and decoding where there is
+no compiler, gather them first: a run, the K or V of one (unit, layer, head), is one contiguous row of the pool viewed
+as [runs, unit_tokens * D], so one ``index_select`` brings the context of a head together, already head-major, whatever
+the order of its units and whether tables are shared or per head::
 
     row of (unit, layer, K/V, head) = ((unit * layers + layer) * 2 + kv) * kv_heads + head
 
 A group's query heads then share one matrix product with K and one with V. torch's own one-query attention is 4 to 30
-times slower than that in bf16. Products accumulate in fp32; in a half-precision pool their results, the scores, are
-rounded to its type before the softmax, as in transformers' eager attention.
+times slower than that in bf16. Products accumulate in fp32; in a half-precision pool the gathered path rounds their
+results, the scores, to its type before the softmax, as in transformers' eager attention.
 """
 
 import torch
 from torch import Tensor
 
+from octavo.kernels import cpu_native
 from octavo.kernels.cpu_plan import plan_decode
 from octavo.kernels.layout import entry_units, entry_valid
 from octavo.kernels.reference import copy_units
 
-__all__ = ["append", "copy_units", "decode", "prefill"]
+__all__ = ["append", "copy_units", "decode", "decode_gathered", "prefill"]
 
 QUERY_BLOCK = 128
 """Queries of a prefill block: large enough for the matrix product, small enough for one head's scores to stay in
@@ -35,7 +37,12 @@ def append(k: Tensor, v: Tensor, pool: Tensor, layer: int, slots: Tensor) -> Non
     flat.index_copy_(0, rows + heads * unit_tokens, v.reshape(-1, dim).to(pool.dtype))
 
 
-def decode(
+def decode(*args, **named):  # type: ignore[no-untyped-def]
+    done = cpu_native.decode(*args, **named)
+    return decode_gathered(*args, **named) if done is None else done
+
+
+def decode_gathered(
     q: Tensor,
     pool: Tensor,
     layer: int,

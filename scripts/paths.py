@@ -1,4 +1,4 @@
-"""Where files are: paths that a user typed, and octavo's cache."""
+"""Paths that a user typed, and how to type them back."""
 
 from __future__ import annotations
 
@@ -27,8 +27,3 @@ def resume_argument(folder: Path) -> str:
     # Hydra takes backslashes as they are, unless a quote follows; OmegaConf takes "${" for an interpolation.
     escaped = re.sub(r'(\\*)("|$)', lambda found: found[1] * 2 + ('\\"' if found[2] else ""), text)
     return shlex.quote(f'resume="{escaped}"')
-
-
-def cache_dir() -> Path:
-    """``$OCTAVO_CACHE``, by default ``~/.cache/octavo``. It may not exist yet."""
-    return Path(os.environ.get("OCTAVO_CACHE") or Path.home() / ".cache" / "octavo").expanduser().absolute()

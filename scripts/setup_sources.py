@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rich.progress import track
 
-from octavo.scripts.paths import cache_dir
+from octavo.kernels.cache_dir import cache_dir
 from octavo.scripts.tasks.sources import Source, read_sources
 
 Download = Callable[[Source, Path], None]  # puts source.wheel into a folder

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from rich.progress import track
 
-from octavo.scripts.paths import cache_dir
+from octavo.kernels.cache_dir import cache_dir
 from octavo.scripts.tasks.items import CodeItem, Tokenizer, dump_items, leaks, prompt_text, sha256
 from octavo.scripts.tasks.metrics import edit_similarity, identifiers
 from octavo.scripts.tasks.mining import Candidate, Module, candidates, import_lines, parse_project, related_files

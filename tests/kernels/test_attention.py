@@ -7,13 +7,13 @@ import pytest
 import torch
 from kernel_cases import DECODE, LARGE_DECODE, LARGE_PREFILL, LAYER, PREFILL, Case, build, check
 
-from octavo.kernels import ops, reference
+from octavo.kernels import cpu, ops, reference
 from octavo.kernels.layout import entry_units, pack_entries, pool_shape
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, the gpu tests run the compiled kernels")
-BACKENDS = ["cpu", pytest.param("triton", marks=interpreted)]
+BACKENDS = ["cpu", "cpu-gathered", pytest.param("triton", marks=interpreted)]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 HALF_CASES = ("unit-8", "unit-64", "heads-28-4", "head-dim-80", "sinks-window-softcap", "sealed-stored", "large-scores")
 HALF_CASES += ("prefill-chunk", "prefill-head-dim-80", "prefill-sealed-late", "prefill-sealed-stored", "prefill-padded")
@@ -25,6 +25,8 @@ def ids(x):
 
 
 def call(op, backend, inputs):
+    if backend == "cpu-gathered":  # what a machine without a compiler runs
+        return (cpu.decode_gathered if op == "decode" else cpu.prefill)(*inputs.args())
     return getattr(ops, op)(*inputs.args(), backend)
 
 
@@ -35,9 +37,10 @@ def compare(backend, case, dtype, device="cpu"):
     check(call(op, backend, inputs), getattr(reference, op)(*inputs.args()), dtype, backend, case.gain)
 
 
+@pytest.mark.parametrize("backend", ["cpu", "cpu-gathered"])
 @pytest.mark.parametrize("case", DECODE, ids=ids)
-def test_decode_cpu(case):
-    compare("cpu", case, torch.float32)
+def test_decode_cpu(case, backend):
+    compare(backend, case, torch.float32)
 
 
 @interpreted
@@ -160,7 +163,7 @@ def far_pool(head_dim: int) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=torch.float16).view(shape)
 
 
-@pytest.mark.parametrize("backend", ["reference", *BACKENDS])
+@pytest.mark.parametrize("backend", ["reference", "cpu", BACKENDS[-1]])
 def test_units_beyond_two_to_the_31_elements(backend):
     """Append, copy, decode and prefill through units whose first element has an offset over 2^31."""
     head_dim, unit = 64, 8

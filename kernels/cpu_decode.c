@@ -1,0 +1,225 @@
+// One decode query a sequence, straight out of the pages: every K and V is read once, nothing is gathered.
+//
+// cpu_native.py compiles this file for one element type, head size and group size, with
+//
+//   TYPE 0 fp32, 1 fp16, 2 bf16;  DIM, GROUP;  ID_SHIFT, VALID_MASK (layout.py)
+//
+// A row is one (sequence, KV head). Its table is cut into pieces of about PIECE slots, all of one size so that threads
+// share them evenly; a piece gives the maximum, the sum and the weighted values of its own softmax, and the pieces of a
+// row are then combined (split-KV decoding). Scores and sums are fp32. Shapes and semantics as in reference.py.
+
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define PIECE 256
+#define MAX_UNIT 64
+#define MIN(a, b) ((a) < (b) ? (a) : (b))
+#define MAX(a, b) ((a) > (b) ? (a) : (b))
+
+#if TYPE == 0
+typedef float element;
+static inline float widen(element x) { return x; }
+#elif TYPE == 1
+typedef _Float16 element;
+static inline float widen(element x) { return (float)x; }
+#else
+typedef uint16_t element;
+static inline float widen(element x) {
+    union { uint32_t bits; float value; } word = {(uint32_t)x << 16};
+    return word.value;
+}
+#endif
+
+// The fields of Args in cpu_native.py, in the same order. Strides are in elements; no table has a layer axis here.
+typedef struct {
+    const float *q;          // [batch, kv_heads, GROUP, DIM], scaled
+    const element *pool;     // [units + 1, layers, 2, kv_heads, unit_tokens, DIM]
+    const int32_t *table;    // [batch, 1 or kv_heads, entries]
+    const int32_t *lengths;  // [batch, 1 or kv_heads]
+    const int32_t *unit_pos; // as table, or NULL
+    const int32_t *q_pos;    // [batch]
+    const float *sinks;      // [kv_heads, GROUP] or NULL
+    float *out;              // [batch, kv_heads, GROUP, DIM]
+    float *lse;              // [batch, kv_heads, GROUP] or NULL
+    float *mass;             // [batch, kv_heads, entries], zeros, or NULL
+    int64_t batch, layers, layer, kv_heads, unit_tokens, entries, window;
+    int64_t table_row, table_head, lengths_row, lengths_head, unit_pos_row, unit_pos_head;
+    double softcap;
+} Args;
+
+typedef struct {
+    const int32_t *table, *unit_pos;
+    const element *pool; // K of this layer and head in unit 0
+    int64_t length, q_pos;
+    int64_t begin, end; // entries that the query can see at most
+    int64_t piece;      // the first of its pieces
+} Row;
+
+typedef struct {
+    float top[GROUP], total[GROUP], value[GROUP][DIM];
+} Partial;
+
+typedef struct {
+    const element *k, *v; // the runs of one entry, [unit_tokens, DIM]
+    int64_t first, last;  // slots that the query sees
+} Seen;
+
+static inline Seen seen(const Args *a, const Row *row, int64_t entry) {
+    int64_t run = a->unit_tokens * DIM, unit = row->table[entry] >> ID_SHIFT;
+    int64_t start = row->unit_pos ? row->unit_pos[entry] : entry * a->unit_tokens;
+    int64_t filled = MIN(row->table[entry] & VALID_MASK, row->length - entry * a->unit_tokens);
+    Seen s;
+    s.k = row->pool + unit * a->layers * 2 * a->kv_heads * run;
+    s.v = s.k + a->kv_heads * run;
+    s.first = a->window ? MAX(0, row->q_pos - start - a->window + 1) : 0;
+    s.last = MIN(filled, row->q_pos - start + 1);
+    return s;
+}
+
+// Bring one slot of a run into the cache; runs lie apart, so the hardware cannot foresee the next one.
+static inline void prefetch(const element *slot) {
+    for (size_t byte = 0; byte < DIM * sizeof(element); byte += 64) __builtin_prefetch((const char *)slot + byte);
+}
+
+// e^x for x <= 0 to fp32 rounding, in a form that compilers vectorise: 2^whole times the Taylor series of 2^part.
+static inline float exponential(float x) {
+    static const float series[] = {1.f,           0.69314718f,   0.24022651f,    0.055504109f,
+                                   0.0096181291f, 0.0013333558f, 0.00015403530f, 1.5252734e-05f};
+    x *= 1.44269504f;
+    x = x > -126.f ? x : -126.f;
+    int32_t whole = (int32_t)(x - 0.5f);
+    float part = x - (float)whole, power = series[7];
+    for (int i = 6; i >= 0; i--) power = power * part + series[i];
+    union { int32_t bits; float value; } scale = {(whole + 127) << 23};
+    return power * scale.value;
+}
+
+static void attend(const Args *a, const Row *row, const float *q, int64_t begin, int64_t end, Partial *out,
+                   float *shares) {
+    float p[GROUP][PIECE + MAX_UNIT], value[GROUP][DIM] = {0};
+    int64_t n = 0;
+    for (int64_t entry = begin; entry < end; entry++) {
+        Seen s = seen(a, row, entry);
+        const element *next = entry + 1 < end ? seen(a, row, entry + 1).k : seen(a, row, begin).v;
+        for (int64_t slot = s.first; slot < s.last; slot++, n++) {
+            prefetch(next + slot * DIM);
+            float k[DIM];
+            for (int d = 0; d < DIM; d++) k[d] = widen(s.k[slot * DIM + d]);
+            for (int g = 0; g < GROUP; g++) {
+                float score = 0;
+#pragma omp simd reduction(+ : score)
+                for (int d = 0; d < DIM; d++) score += q[g * DIM + d] * k[d];
+                p[g][n] = score;
+            }
+        }
+    }
+    for (int g = 0; g < GROUP; g++) {
+        float top = -INFINITY, total = 0, cap = (float)a->softcap;
+        if (cap > 0)
+            for (int64_t i = 0; i < n; i++) p[g][i] = cap * tanhf(p[g][i] / cap);
+#pragma omp simd reduction(max : top)
+        for (int64_t i = 0; i < n; i++) top = MAX(top, p[g][i]);
+#pragma omp simd
+        for (int64_t i = 0; i < n; i++) p[g][i] = exponential(p[g][i] - top);
+#pragma omp simd reduction(+ : total)
+        for (int64_t i = 0; i < n; i++) total += p[g][i];
+        out->top[g] = top;
+        out->total[g] = total;
+    }
+    n = 0;
+    for (int64_t entry = begin; entry < end; entry++) {
+        Seen s = seen(a, row, entry);
+        const element *next = seen(a, row, MIN(entry + 1, end - 1)).v;
+        for (int64_t slot = s.first; slot < s.last; slot++, n++) {
+            prefetch(next + slot * DIM);
+            for (int d = 0; d < DIM; d++) {
+                float v = widen(s.v[slot * DIM + d]);
+                for (int g = 0; g < GROUP; g++) value[g][d] += p[g][n] * v;
+            }
+            if (shares)
+                for (int g = 0; g < GROUP; g++) shares[(entry - begin) * GROUP + g] += p[g][n];
+        }
+    }
+    memcpy(out->value, value, sizeof value);
+}
+
+// Combine the pieces of a row: every sum is brought to the row's maximum, the sink's logit joins the denominator.
+static void combine(const Args *a, int64_t r, const Row *row, int64_t pieces, int64_t per_piece, const Partial *parts,
+                    const float *shares) {
+    for (int g = 0; g < GROUP; g++) {
+        float *out = a->out + (r * GROUP + g) * DIM;
+        float sink = a->sinks ? a->sinks[r % a->kv_heads * GROUP + g] : -INFINITY, top = sink, total = 0;
+        for (int64_t i = 0; i < pieces; i++) top = MAX(top, parts[i].top[g]);
+        memset(out, 0, DIM * sizeof *out);
+        if (top > -INFINITY) {
+            total = expf(sink - top);
+            for (int64_t i = 0; i < pieces; i++) {
+                float weight = expf(parts[i].top[g] - top);
+                total += weight * parts[i].total[g];
+                for (int d = 0; d < DIM; d++) out[d] += weight * parts[i].value[g][d];
+            }
+            for (int d = 0; d < DIM; d++) out[d] /= total;
+            if (a->mass)
+                for (int64_t entry = row->begin; entry < row->end; entry++) {
+                    int64_t i = (entry - row->begin) / per_piece;
+                    a->mass[r * a->entries + entry] +=
+                        expf(parts[i].top[g] - top) / total * shares[(entry - row->begin) * GROUP + g] / GROUP;
+                }
+        }
+        if (a->lse) a->lse[r * GROUP + g] = top > -INFINITY ? top + logf(total) : -INFINITY;
+    }
+}
+
+// 0, or -1 where there is no memory for the partial sums.
+int decode(const Args *a) {
+    int64_t rows = a->batch * a->kv_heads, per_piece = PIECE / a->unit_tokens, pieces = 0;
+    Row *row = malloc((rows + 1) * sizeof *row);
+    if (!row) return -1;
+    for (int64_t r = 0; r < rows; r++) {
+        int64_t b = r / a->kv_heads, h = r % a->kv_heads, unit = a->unit_tokens;
+        Row x = {.table = a->table + b * a->table_row + h * a->table_head, .q_pos = a->q_pos[b], .piece = pieces};
+        x.unit_pos = a->unit_pos ? a->unit_pos + b * a->unit_pos_row + h * a->unit_pos_head : NULL;
+        x.length = a->lengths[b * a->lengths_row + h * a->lengths_head];
+        x.pool = a->pool + (a->layer * 2 * a->kv_heads + h) * unit * DIM;
+        x.end = (x.length + unit - 1) / unit;
+        if (!x.unit_pos) { // stored order is logical order
+            x.end = MIN(x.end, x.q_pos / unit + 1);
+            x.begin = a->window ? MIN(x.end, MAX(0, x.q_pos - a->window + 1) / unit) : 0;
+        }
+        pieces += (x.end - x.begin + per_piece - 1) / per_piece;
+        row[r] = x;
+    }
+    row[rows].piece = pieces;
+    Partial *parts = malloc(MAX(1, pieces) * sizeof *parts);
+    float *shares = a->mass ? calloc(MAX(1, pieces) * per_piece * GROUP, sizeof *shares) : NULL;
+    int failed = !parts || (a->mass && !shares);
+    if (!failed) {
+#pragma omp parallel
+        {
+#pragma omp for schedule(static)
+            for (int64_t p = 0; p < pieces; p++) {
+                int64_t r = 0, after = rows; // the row that holds piece p, by bisection
+                while (after - r > 1) {
+                    int64_t middle = (r + after) / 2;
+                    if (row[middle].piece <= p) r = middle;
+                    else after = middle;
+                }
+                int64_t begin = row[r].begin + (p - row[r].piece) * per_piece;
+                attend(a, &row[r], a->q + r * GROUP * DIM, begin, MIN(begin + per_piece, row[r].end), &parts[p],
+                       shares ? shares + p * per_piece * GROUP : NULL);
+            }
+#pragma omp for schedule(static)
+            for (int64_t r = 0; r < rows; r++) {
+                int64_t p = row[r].piece;
+                combine(a, r, &row[r], row[r + 1].piece - p, per_piece, parts + p,
+                        shares ? shares + p * per_piece * GROUP : NULL);
+            }
+        }
+    }
+    free(shares);
+    free(parts);
+    free(row);
+    return failed ? -1 : 0;
+}

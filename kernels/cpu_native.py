@@ -1,0 +1,168 @@
+"""``cpu_decode.c``, compiled by the C compiler of this machine the first time a shape needs it.
+
+A compiled file takes about half a second to make and is kept in ``$OCTAVO_CACHE/kernels``, under a name that says what
+it was made from: the source, the command, the compiler and the processor. Where there is no compiler, ``cpu.py``
+decodes with torch alone, three to six times slower, with the same results up to rounding.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from octavo.kernels.cache_dir import cache_dir
+from octavo.kernels.layout import ID_SHIFT, VALID_MASK
+
+SOURCE = Path(__file__).with_name("cpu_decode.c")
+FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fPIC", "-shared")
+TYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+_log = logging.getLogger(__name__)
+
+
+class Args(ctypes.Structure):
+    """The C struct of the same name."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("q", "pool", "table", "lengths", "unit_pos", "q_pos", "sinks")),
+        *((name, ctypes.c_void_p) for name in ("out", "lse", "mass")),
+        *((name, ctypes.c_int64) for name in ("batch", "layers", "layer", "kv_heads", "unit_tokens", "entries")),
+        *((name, ctypes.c_int64) for name in ("window", "table_row", "table_head", "lengths_row", "lengths_head")),
+        *((name, ctypes.c_int64) for name in ("unit_pos_row", "unit_pos_head")),
+        ("softcap", ctypes.c_double),
+    )
+
+
+def decode(
+    q: Tensor,
+    pool: Tensor,
+    layer: int,
+    table: Tensor,
+    lengths: Tensor,
+    q_pos: Tensor,
+    unit_pos: Tensor | None,
+    sinks: Tensor | None,
+    scale: float,
+    window: int,
+    softcap: float,
+    want_mass: bool,
+    want_lse: bool,
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """``reference.decode``; None where this machine cannot compile it for the pool's type and shape."""
+    batch, q_heads, dim = q.shape
+    layers, kv_heads, unit_tokens = pool.shape[1], pool.shape[3], pool.shape[4]
+    function = _function(pool.dtype, dim, q_heads // kv_heads)
+    if function is None:
+        return None
+    query = q.to(torch.float32, memory_format=torch.contiguous_format) * scale
+    out = torch.empty_like(query)
+    lse = query.new_empty((batch, q_heads) if want_lse else (0,))
+    mass = query.new_zeros((batch, kv_heads, table.shape[3]) if want_mass else (0,))
+    sinks = None if sinks is None else sinks.float().contiguous()
+    table, table_strides = _of_layer(table, layer)
+    lengths, lengths_strides = _of_layer(lengths, layer)
+    unit_pos, unit_pos_strides = (None, (0, 0)) if unit_pos is None else _of_layer(unit_pos, layer)
+    args = Args(
+        q=query.data_ptr(),
+        pool=pool.data_ptr(),
+        table=table.data_ptr(),
+        lengths=lengths.data_ptr(),
+        unit_pos=None if unit_pos is None else unit_pos.data_ptr(),
+        q_pos=q_pos.data_ptr(),
+        sinks=None if sinks is None else sinks.data_ptr(),
+        out=out.data_ptr(),
+        lse=lse.data_ptr() if want_lse else None,
+        mass=mass.data_ptr() if want_mass else None,
+        batch=batch,
+        layers=layers,
+        layer=layer,
+        kv_heads=kv_heads,
+        unit_tokens=unit_tokens,
+        entries=table.shape[2],
+        window=window,
+        table_row=table_strides[0],
+        table_head=table_strides[1],
+        lengths_row=lengths_strides[0],
+        lengths_head=lengths_strides[1],
+        unit_pos_row=unit_pos_strides[0],
+        unit_pos_head=unit_pos_strides[1],
+        softcap=softcap,
+    )
+    if function(ctypes.byref(args)):
+        raise MemoryError(f"no memory for the partial sums of {batch} sequences in a CPU decode")
+    return torch.empty_like(q).copy_(out), lse, mass
+
+
+def _of_layer(x: Tensor, layer: int) -> tuple[Tensor, tuple[int, int]]:
+    """One layer of ``x [1 or L, B, 1 or Hkv, ...]``, entries side by side, and its strides over rows and heads."""
+    x = x[min(layer, x.shape[0] - 1)]
+    if x.dim() == 3 and x.stride(2) != 1:
+        x = x.contiguous()
+    return x, (x.stride(0), x.stride(1) if x.shape[1] > 1 else 0)
+
+
+@cache
+def _function(dtype: torch.dtype, dim: int, group: int) -> ctypes._CFuncPtr | None:  # type: ignore[name-defined]
+    """The compiled ``decode`` for a pool type, head size and group size; None, said once, where it cannot be made."""
+    compiler = _compiler()
+    if compiler is None:
+        return None
+    sizes = {"TYPE": TYPES.index(dtype), "DIM": dim, "GROUP": group, "ID_SHIFT": ID_SHIFT, "VALID_MASK": VALID_MASK}
+    command = [compiler, *FLAGS, *(f"-D{name}={value}" for name, value in sizes.items()), str(SOURCE)]
+    made_from = [SOURCE.read_text(), *command[1:-1], _version(compiler), _processor()]
+    name = hashlib.sha256("\0".join(made_from).encode()).hexdigest()[:32] + ".so"
+    try:
+        function = ctypes.CDLL(str(_built(cache_dir() / "kernels" / name, command))).decode
+    except (OSError, subprocess.CalledProcessError) as error:
+        said = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else error
+        _log.warning("the CPU decode kernel was not compiled; decoding with torch, which is slower: %s", said)
+        return None
+    function.argtypes, function.restype = [ctypes.c_void_p], ctypes.c_int
+    return function
+
+
+def _built(library: Path, command: list[str]) -> Path:
+    """``library``, compiled if it is not there: beside its place and moved in, for other processes may want it too."""
+    if not library.exists():
+        library.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+            made = Path(folder) / library.name
+            subprocess.run([*command, "-o", str(made), "-lm"], check=True, capture_output=True, text=True)
+            os.replace(made, library)
+    return library
+
+
+@cache
+def _compiler() -> str | None:
+    """``$CC``, or the first of cc, gcc and clang on the path."""
+    found = next(
+        (path for name in (os.environ.get("CC"), "cc", "gcc", "clang") if name and (path := shutil.which(name))), None
+    )
+    if found is None:
+        _log.info("no C compiler was found; decoding on the CPU with torch, which is slower")
+    return found
+
+
+@cache
+def _version(compiler: str) -> str:
+    return subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
+
+
+@cache
+def _processor() -> str:
+    """What ``-march=native`` depends on; a home folder may be shared by different machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
