@@ -103,7 +103,7 @@ class EngineConfig:
     @property
     def unit_tokens(self) -> int:
         """Tokens of a unit: the largest power of two that divides every page size in use, at most 64."""
-        return unit_tokens_for([policy.page_tokens(None) for policy in self.policies.values()])
+        return unit_tokens_for([policy.grain for policy in self.policies.values()])
 
 
 @dataclass(frozen=True)

@@ -38,32 +38,89 @@ class ModelSpec:
 
 
 class Allocator(Protocol):
-    """Hands out pages by their first unit. Knows nothing of who holds them."""
+    """Deals in the units 1 to ``total_units`` of a pool. Knows nothing of who holds them, nor of pages."""
 
     @property
-    def free_pages(self) -> int: ...
-    def allocate(self, count: int) -> NDArray[np.int32]: ...
-    def free(self, pages: NDArray[np.int32]) -> None: ...
+    def total_units(self) -> int: ...
+    @property
+    def free_units(self) -> int: ...
+
+    def allocate(self, units: int, near: int | None = None) -> NDArray[np.int32]:
+        """``units`` unit ids, in as few runs of consecutive ids as this allocator finds, each run ascending.
+
+        ``near`` is a unit after which they should lie if possible (the last unit of the same sequence). Precondition:
+        ``units <= free_units``; that many are always found, if need be apart from one another.
+        """
+        ...
+
+    def free(self, units: NDArray[np.int32]) -> None:
+        """Take units back and merge them with their free neighbours.
+
+        Raises:
+            ValueError: a unit is free already, is listed twice, or is none of this pool's; nothing has changed.
+        """
+        ...
+
+    def grow(self, units: int) -> None:
+        """Add ``units`` free units at the end."""
+        ...
+
+    def shrink(self, units: int) -> bool:
+        """Take the last ``units`` units away if all of them are free; otherwise change nothing and say False."""
+        ...
+
     def check(self) -> NDArray[np.int32]:
-        """All free pages; raises AssertionError if one is listed twice."""
+        """All free units, ascending; raises AssertionError where the allocator's own structures disagree."""
         ...
 
 
-class EvictionPolicy(Protocol):
-    """Orders the idle pages. Must never give up a page before the pages that can only be reached through it."""
+@dataclass
+class PageFacts:
+    """What is known of every page, by page id (the page's first unit); arrays of ``units + 1`` entries.
 
-    def __len__(self) -> int: ...
-    def add(self, pages: Iterable[int]) -> None: ...
-    def remove(self, pages: Iterable[int]) -> None: ...
-    def evict(self, count: int) -> list[int]: ...
-    def check(self) -> NDArray[np.int32]: ...
+    ``last_used`` counts the pool's clock, which goes up with every step; ``history [units + 1, K]`` are the last K
+    uses, latest first, -1 where there were fewer. A use is the page's publication, and each later prefix hit.
+    ``priority`` is the highest of the requests that used the page. ``recompute_s`` are the predicted seconds that
+    computing the page again would take, ``nbytes`` the bytes that it holds.
+    """
+
+    published: NDArray[np.int64]
+    last_used: NDArray[np.int64]
+    uses: NDArray[np.int64]
+    history: NDArray[np.int64]
+    priority: NDArray[np.int64]
+    recompute_s: NDArray[np.float64]
+    nbytes: NDArray[np.int64]
+
+
+class EvictionPolicy(Protocol):
+    """Says which idle page is worth least. Chains are not its concern: of the pages that nothing findable depends on,
+    the one of lowest rank goes first (``octavo.core.eviction``)."""
+
+    @property
+    def history(self) -> int:
+        """Uses of a page to remember, K; at least 1."""
+        ...
+
+    def rank(self, pages: NDArray[np.int32], facts: PageFacts) -> NDArray[np.float64]:
+        """fp64, one a page, that became idle just now: lower is evicted earlier, infinite never (pinned)."""
+        ...
 
 
 @runtime_checkable
 class PagePolicy(Protocol):
-    """Tokens of a page of a segment; ``segment_tokens`` is None where the length is not known (growing text)."""
+    """Tokens of a page of a segment. ``grain`` divides every size that the policy gives."""
 
-    def page_tokens(self, segment_tokens: int | None) -> int: ...
+    @property
+    def grain(self) -> int: ...
+
+    def page_tokens(self, segment_tokens: int | None) -> int:
+        """Slots of each page of a segment of so many tokens; None where the length is not known (growing text).
+
+        Raises:
+            ValueError: the policy needs the length, or cannot page a segment of this one.
+        """
+        ...
 
 
 class SegmentEncoder(Protocol):

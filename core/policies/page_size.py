@@ -9,5 +9,9 @@ class FixedPages:
 
     tokens: int
 
+    @property
+    def grain(self) -> int:
+        return self.tokens
+
     def page_tokens(self, segment_tokens: int | None) -> int:
         return self.tokens
