@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.core.interfaces import LayerTraits, SparseMethod
+from octavo.core.layer_groups import LayerPlan
 from octavo.core.page_view import StepPages
 from octavo.kernels import ops
 
@@ -70,16 +71,17 @@ def _is_causal(mask: Tensor) -> bool:
 class DecodeGroup:
     """Rows ``start`` to ``stop`` of the step: one query each, of sequences that share a method (None: dense).
 
-    ``table`` int32 [1, b, 1, M], ``slots`` int32 [1, b, 1], ``q_pos`` int32 [b]. What was read is
-    counted as it happens: ``units_chosen`` int64 [b] where a method chose, and how many layers read the whole table,
+    ``tables`` int32 [slices, b, M], ``slots`` int32 [1, b, 1], ``q_pos`` int32 [b]; ``unit_pos`` int32 [1, b, 1, M] if
+    stored order is not logical order. What was read is counted as it happens: ``units_chosen`` int64 [b] where a method chose, and how many layers read the whole table,
     by their window.
     """
 
     start: int
     stop: int
-    table: Tensor
+    tables: Tensor
     slots: Tensor
     q_pos: Tensor
+    unit_pos: Tensor | None = None
     method: SparseMethod | None = None
     pages: StepPages | None = None
     units_chosen: Tensor | None = None
@@ -98,32 +100,36 @@ class PrefillGroup:
     """Rows ``start`` onwards: chunks of several queries. ``cu_q`` int32 [b + 1] counts from ``start``."""
 
     start: int
-    table: Tensor
+    tables: Tensor
     slots: Tensor
     cu_q: Tensor
     q_pos: Tensor
     max_q: int
+    unit_pos: Tensor | None = None
 
 
 @dataclass
 class PagedStep:
-    """One engine step over the paged pool. ``slots`` int64 [T] is where each token's K and V go."""
+    """One engine step over the paged pool. ``slots`` int64 [slices, T] is where each token's K and V go."""
 
     kv: Tensor
+    plan: LayerPlan
     backend: str
     slots: Tensor
     decodes: list[DecodeGroup] = field(default_factory=list)
     prefill: PrefillGroup | None = None
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, traits: LayerTraits) -> Tensor:
-        ops.append(k, v, self.kv, layer, self.slots, self.backend)
+        place = self.plan.places[layer]
+        ops.append(k, v, self.kv, place.unit_layer, self.slots[place.slice], self.backend)
         outputs = [self._decode(group, layer, q[group.start : group.stop], traits) for group in self.decodes]
         if self.prefill is not None:
             outputs.append(self._prefill(self.prefill, layer, q[self.prefill.start :], traits))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _decode(self, group: DecodeGroup, layer: int, q: Tensor, traits: LayerTraits) -> Tensor:
-        table, slots = group.table, group.slots
+        place = self.plan.places[layer]
+        table, slots, unit_pos = group.tables[place.slice][None, :, None], group.slots, group.unit_pos
         selection = None
         if group.method is not None and group.pages is not None and not traits.window:
             group.pages.layer, group.pages.traits = layer, traits
@@ -135,14 +141,16 @@ class PagedStep:
             chosen = _units(slots, group.q_pos, 0, self.kv)
             group.units_chosen = chosen if group.units_chosen is None else group.units_chosen + chosen
         out, _, _ = ops.decode(
-            q, self.kv, layer, table, slots, group.q_pos, None, traits.sinks,
+            q, self.kv, place.unit_layer, table, slots, group.q_pos, unit_pos, traits.sinks,
             traits.scale, traits.window, traits.softcap, False, False, self.backend,
         )  # fmt: skip
         return out  # type: ignore[no-any-return]
 
     def _prefill(self, group: PrefillGroup, layer: int, q: Tensor, traits: LayerTraits) -> Tensor:
+        place = self.plan.places[layer]
+        table = group.tables[place.slice][None, :, None]
         out, _ = ops.prefill(
-            q, self.kv, layer, group.table, group.slots, group.cu_q, group.q_pos, None, traits.sinks,
+            q, self.kv, place.unit_layer, table, group.slots, group.cu_q, group.q_pos, group.unit_pos, traits.sinks,
             traits.scale, traits.window, traits.softcap, group.max_q, False, self.backend,
         )  # fmt: skip
         return out  # type: ignore[no-any-return]

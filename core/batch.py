@@ -16,7 +16,8 @@ from octavo.core.device_tables import DeviceTables
 from octavo.core.digests import DigestStore
 from octavo.core.hf_model import HFModel
 from octavo.core.interfaces import SparseMethod
-from octavo.core.page_pool import PagePool
+from octavo.core.layer_groups import LayerPlan
+from octavo.core.page_pool import PagePool, Units
 from octavo.core.page_view import StepPages
 from octavo.core.scheduler import Chunk, Scheduler, StepPlan
 from octavo.kernels import ops
@@ -44,16 +45,24 @@ class StepRunner:
     """
 
     def __init__(
-        self, model: HFModel, config: EngineConfig, kv: Tensor, backend: str, pool: PagePool, max_tokens: int
+        self,
+        model: HFModel,
+        config: EngineConfig,
+        kv: Tensor,
+        backend: str,
+        pool: PagePool,
+        plan: LayerPlan,
+        max_entries: int,
     ) -> None:
         self.kv = kv
         self.backend = backend
         self._model = model
         self._pool = pool
+        self._plan = plan
         self._page_tokens = config.text_page_tokens
-        self._tables = DeviceTables(config.max_seqs, max_tokens, self._page_tokens, config.unit_tokens, kv.device)
+        self._tables = DeviceTables(config.max_seqs, plan.slices, max_entries, kv.device)
         self._digests: dict[str, DigestStore] = {}
-        self._pending_copies: list[tuple[int, int]] = []
+        self._pending_copies: list[Units] = []
         self.copies = 0
 
     def run(self, plan: StepPlan, scheduler: Scheduler) -> tuple[Tensor, list[Row]]:
@@ -79,44 +88,47 @@ class StepRunner:
         return sum(store.nbytes for store in self._digests.values())
 
     def _build(self, chunks: list[Chunk]) -> tuple[PagedStep, list[Row]]:
-        page_units = self._page_tokens // self.kv.shape[4]
-        slots, rows = [], []
+        rows = []
         for chunk in chunks:
-            first_page = chunk.start // self._page_tokens
-            pages = chunk.sequence.table.pages(first_page, -(-chunk.end // self._page_tokens)).astype(np.int64)
-            position = np.arange(chunk.start, chunk.end)
-            slots.append(
-                pages[position // self._page_tokens - first_page] * self.kv.shape[4] + position % self._page_tokens
-            )
             rows += [Row(chunk, p) for p in chunk.sequence.known_rows(chunk.start, chunk.end)]
             if chunk.end == len(chunk.sequence.tokens) and not chunk.sequence.forced:
                 rows.append(Row(chunk, chunk.end - 1))
-        step = PagedStep(self.kv, self.backend, self._to_device(np.concatenate(slots)))
+        slots = np.concatenate([self._slots(chunk) for chunk in chunks], axis=1)
+        step = PagedStep(self.kv, self._plan, self.backend, self._to_device(slots))
         singles = [chunk for chunk in chunks if chunk.count == 1]
         start = 0
         for _, grouped in groupby(singles, key=self._packing):
             group = list(grouped)
-            step.decodes.append(self._decode_group(group, start, page_units))
+            step.decodes.append(self._decode_group(group, start))
             start += len(group)
         several = chunks[len(singles) :]
         if several:
-            table, slot_counts = self._table_of(several, page_units)
+            tables, slot_counts, unit_pos = self._tables_of(several)
             counts = [chunk.count for chunk in several]
             step.prefill = PrefillGroup(
                 start=start,
-                table=table,
+                tables=tables,
                 slots=slot_counts,
                 cu_q=self._to_device(np.cumsum([0, *counts], dtype=np.int32)),
                 q_pos=self._to_device(np.concatenate([np.arange(c.start, c.end, dtype=np.int32) for c in several])),
                 max_q=max(counts),
+                unit_pos=unit_pos,
             )
         return step, rows
 
-    def _decode_group(self, chunks: list[Chunk], start: int, page_units: int) -> DecodeGroup:
-        table, slots = self._table_of(chunks, page_units)
+    def _slots(self, chunk: Chunk) -> NDArray[np.int64]:
+        """Where the K and V of a chunk go, int64 [slices, count]: a slot of the pool in every slice."""
+        layout = chunk.sequence.layout
+        first_page, last_page = layout.page_of(chunk.start), layout.pages_for(chunk.end)
+        units = np.concatenate([table.entries(first_page, last_page, layout) for table in chunk.sequence.tables])
+        entry, offset = np.divmod(layout.slots(chunk.start, chunk.end), layout.unit_tokens)
+        return units[:, entry - layout.first_entry(first_page)].astype(np.int64) * layout.unit_tokens + offset
+
+    def _decode_group(self, chunks: list[Chunk], start: int) -> DecodeGroup:
+        tables, slots, unit_pos = self._tables_of(chunks)
         q_pos = self._to_device(np.array([chunk.start for chunk in chunks], np.int32))
         method = self._method(chunks[0])
-        group = DecodeGroup(start, start + len(chunks), table, slots, q_pos, method)
+        group = DecodeGroup(start, start + len(chunks), tables, slots, q_pos, unit_pos, method)
         if method is not None:
             n_pages = np.array([-(-chunk.end // self._page_tokens) for chunk in chunks], np.int32)
             sealed = [chunk.sequence.table.pages(0, chunk.start // self._page_tokens) for chunk in chunks]
@@ -131,8 +143,9 @@ class StepRunner:
             group.pages = StepPages(
                 kv=self.kv,
                 backend=self.backend,
+                plan=self._plan,
                 page_tokens=self._page_tokens,
-                table=table,
+                tables=tables,
                 slots=slots,
                 q_pos=q_pos,
                 n_pages=self._to_device(n_pages),
@@ -158,19 +171,26 @@ class StepRunner:
         method = self._method(chunk)
         return (0, 0) if method is None else (1, id(method))
 
-    def _table_of(self, chunks: list[Chunk], page_units: int) -> tuple[Tensor, Tensor]:
-        """Table int32 [1, b, 1, M] and slot counts int32 [1, b, 1] of the sequences of some chunks."""
-        width = max(-(-chunk.end // self._page_tokens) for chunk in chunks) * page_units
+    def _tables_of(self, chunks: list[Chunk]) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Tables int32 [slices, b, M], slot counts int32 [1, b, 1] and, if some sequence needs them, the positions of
+        its entries int32 [1, b, 1, M], of the sequences of some chunks."""
+        layouts = [chunk.sequence.layout for chunk in chunks]
+        width = max(layout.entries_for(chunk.end) for layout, chunk in zip(layouts, chunks, strict=True))
         rows = self._tables.rows(chunk.sequence for chunk in chunks)
-        table = self._tables.entries[rows, :width]
-        slots = self._to_device(np.array([chunk.end for chunk in chunks], np.int32))
-        return table[None, :, None], slots[None, :, None]
+        tables = self._tables.entries[:, rows, :width]
+        slots = [layout.stored_slots(chunk.end) for layout, chunk in zip(layouts, chunks, strict=True)]
+        positions = None
+        if self._tables.unit_pos is not None and not all(layout.uniform for layout in layouts):
+            positions = self._tables.unit_pos[rows, :width][None, :, None]
+        return tables, self._to_device(np.array(slots, np.int32))[None, :, None], positions
 
     def _digest_store(self, method: SparseMethod) -> DigestStore:
         assert method.digest is not None
         key = method.digest.provenance
         if key not in self._digests:
-            self._digests[key] = DigestStore(method.digest, self._model.spec, self.kv, self._pool, self._page_tokens)
+            self._digests[key] = DigestStore(
+                method.digest, self._model.spec, self.kv, self._pool, self._plan.groups[0], self._page_tokens
+            )
         return self._digests[key]
 
     def _copy_pages(self) -> None:
@@ -179,15 +199,14 @@ class StepRunner:
             written: set[int] = set()
             read: set[int] = set()
             batch = []
-            for source, target in self._pending_copies:
-                if source in written or target in written or target in read:
+            for pairs in self._pending_copies:
+                sources, targets = set(pairs[:, 0].tolist()), set(pairs[:, 1].tolist())
+                if sources & written or targets & (written | read):
                     break
-                batch.append((source, target))
-                read.add(source)
-                written.add(target)
-            first = np.array(batch, np.int32)  # [n, 2]
-            units = first[:, None, :] + np.arange(self._page_tokens // self.kv.shape[4], dtype=np.int32)[:, None]
-            ops.copy_units(self.kv, self._to_device(units.reshape(-1, 2)), self.backend)
+                batch.append(pairs)
+                read |= sources
+                written |= targets
+            ops.copy_units(self.kv, self._to_device(np.concatenate(batch)), self.backend)
             self.copies += len(batch)
             del self._pending_copies[: len(batch)]
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from itertools import groupby
 
 import numpy as np
 
-from octavo.core.page_pool import PagePool, Pages
+from octavo.core.page_layout import PageLayout
+from octavo.core.page_pool import PagePool, Pages, Units
 
 LEAF_PAGES = 128
 
 
 class Leaf:
-    """Up to ``LEAF_PAGES`` pages, and the number of tables that hold the leaf."""
+    """Up to ``LEAF_PAGES`` pages, and the number of tables that hold the leaf. Page 0 is a hole: a page that was let
+    go of because nobody sees it any more."""
 
     __slots__ = ("pages", "tables")
 
@@ -21,31 +24,39 @@ class Leaf:
         self.pages = pages
         self.tables = 1
 
+    @property
+    def listed(self) -> Pages:
+        return self.pages[self.pages > 0]
+
 
 class BlockTable:
-    """The root of a sequence's page map.
+    """The root of a sequence's page map, for one group of layers.
 
     ::
 
         root  [ leaf | leaf | leaf ]            a fork copies the root only: 64 entries for 8,192 pages
                   |      |      +-- [p8 p9]     each page counts the distinct leaves that list it
                   |      +--------- [p4 .. p7]  each leaf counts the tables that hold it
-                  +---------------- [p0 .. p3]
+                  +---------------- [0 0 p2 p3] behind a sliding window there are holes
 
     A table owns the leaves that it alone holds. To change a shared leaf it first takes a copy, and to change a page
     that other leaves list it first takes a fresh page and queues a copy of the units.
 
-    ``stale_from`` is the first page whose entries on the device differ from this table.
+    A page has ``slices`` times as many units as it has table entries, slice by slice: one for each ``unit_layers``
+    layers of the group. ``stale_from`` is the first page whose entries on the device differ from this table;
+    ``first_page`` is the first that is no hole.
     """
 
-    def __init__(self, pool: PagePool) -> None:
+    def __init__(self, pool: PagePool, slices: int = 1) -> None:
         self._pool = pool
         self._root: list[Leaf] = []
+        self.slices = slices
         self.n_pages = 0
+        self.first_page = 0
         self.stale_from = 0
 
     def pages(self, start: int = 0, stop: int | None = None) -> Pages:
-        """Pages ``start`` to ``stop`` (exclusive) by their first units."""
+        """Pages ``start`` to ``stop`` (exclusive) by their first units; 0 is a hole."""
         stop = self.n_pages if stop is None else stop
         if start >= stop:
             return np.empty(0, np.int32)
@@ -53,8 +64,31 @@ class BlockTable:
         joined = np.concatenate([leaf.pages for leaf in self._root[first : last + 1]])
         return joined[start - first * LEAF_PAGES : stop - first * LEAF_PAGES]
 
+    @property
+    def near(self) -> int | None:
+        """The last unit of the last page, if its units lie side by side: more pages had better come right after it."""
+        if self.first_page == self.n_pages:
+            return None
+        last = int(self._root[-1].pages[-1])
+        return last + int(self._pool.size[last]) - 1
+
+    def entries(self, start: int, stop: int, layout: PageLayout) -> Units:
+        """Units int32 [slices, n] of the n table entries of pages ``start`` to ``stop`` (exclusive)."""
+        pages = self.pages(start, stop)
+        if layout.uniform:
+            return self._entries(pages, layout.page_entries(0))
+        parts = [np.empty((self.slices, 0), np.int32)]
+        for size, group in groupby(range(start, stop), key=layout.page_entries):
+            numbers = list(group)
+            parts.append(self._entries(pages[numbers[0] - start : numbers[-1] + 1 - start], size))
+        return np.concatenate(parts, axis=1)
+
+    def _entries(self, pages: Pages, size: int) -> Units:
+        units = self._pool.units_of(pages, size * self.slices)
+        return units.reshape(-1, self.slices, size).transpose(1, 0, 2).reshape(self.slices, -1)
+
     def append(self, pages: Pages) -> None:
-        """Add pages at the end. The caller's references pass to this table."""
+        """Add pages at the end; zeros are holes. The caller's references pass to this table."""
         if len(pages) == 0:
             return
         filled = self.n_pages % LEAF_PAGES
@@ -63,15 +97,17 @@ class BlockTable:
             leaf = self._own_leaf(len(self._root) - 1)
             leaf.pages = np.concatenate([leaf.pages, pages[:room]])
         self._root += [Leaf(pages[i : i + LEAF_PAGES].copy()) for i in range(room, len(pages), LEAF_PAGES)]
+        if self.first_page == self.n_pages:
+            self.first_page += int(np.argmax(pages > 0)) if pages.any() else len(pages)
         self.n_pages += len(pages)
 
     def fork(self) -> BlockTable:
         """A table of the same pages; costs one count a leaf and nothing a page."""
-        twin = BlockTable(self._pool)
+        twin = BlockTable(self._pool, self.slices)
         twin._root = self._root.copy()
         for leaf in self._root:
             leaf.tables += 1
-        twin.n_pages = self.n_pages
+        twin.n_pages, twin.first_page = self.n_pages, self.first_page
         return twin
 
     def copy_needed(self, page: int) -> bool:
@@ -79,29 +115,45 @@ class BlockTable:
         leaf = self._root[page // LEAF_PAGES]
         return leaf.tables > 1 or int(self._pool.refs[leaf.pages[page % LEAF_PAGES]]) > 1
 
-    def copy_on_write(self, page: int) -> tuple[int, int]:
-        """Put a fresh page in place of a shared one; gives (source, destination), to be copied before the write.
+    def copy_on_write(self, page: int) -> Units:
+        """Put a fresh page in place of a shared one; gives (source, destination) units int32 [k, 2], to be copied
+        before the write.
 
-        Precondition: ``copy_needed(page)`` and a page is available.
+        Precondition: ``copy_needed(page)`` and as many units are available.
         """
-        fresh = self._pool.allocate(1)
         leaf = self._own_leaf(page // LEAF_PAGES)
         source = leaf.pages[page % LEAF_PAGES : page % LEAF_PAGES + 1].copy()
+        size = int(self._pool.size[source[0]])
+        fresh = self._pool.allocate(1, size)
         leaf.pages[page % LEAF_PAGES] = fresh[0]
+        pairs = np.stack([self._pool.units_of(source, size)[0], self._pool.units_of(fresh, size)[0]], axis=1)
         self._pool.release(source)
         self.stale_from = min(self.stale_from, page)
-        return int(source[0]), int(fresh[0])
+        return pairs
+
+    def drop_before(self, page: int) -> None:
+        """Let go of the pages before ``page``, which nobody will see again; they become holes."""
+        while self.first_page < min(page, self.n_pages):
+            leaf = self._own_leaf(self.first_page // LEAF_PAGES)
+            start = self.first_page % LEAF_PAGES
+            stop = min(len(leaf.pages), start + page - self.first_page)
+            self._pool.release(leaf.pages[start:stop][::-1].copy())
+            leaf.pages[start:stop] = 0
+            self.stale_from = min(self.stale_from, self.first_page)
+            self.first_page += stop - start
 
     def truncate(self, pages: int) -> None:
         """Let go of every page from ``pages`` on, chain tail first."""
         while self.n_pages > pages:
             leaf = self._own_leaf(len(self._root) - 1)
             kept = max(0, pages - (len(self._root) - 1) * LEAF_PAGES)
-            self._pool.release(leaf.pages[kept:][::-1])
+            gone = leaf.pages[kept:][::-1]
+            self._pool.release(gone[gone > 0])
             self.n_pages -= len(leaf.pages) - kept
             leaf.pages = leaf.pages[:kept].copy()
             if kept == 0:
                 self._root.pop()
+        self.first_page = min(self.first_page, self.n_pages)
         self.stale_from = min(self.stale_from, pages)
 
     def release(self) -> None:
@@ -109,14 +161,14 @@ class BlockTable:
         for leaf in reversed(self._root):
             leaf.tables -= 1
             if leaf.tables == 0:
-                self._pool.release(leaf.pages[::-1])
-        self._root, self.n_pages, self.stale_from = [], 0, 0
+                self._pool.release(leaf.listed[::-1])
+        self._root, self.n_pages, self.first_page, self.stale_from = [], 0, 0, 0
 
     def _own_leaf(self, index: int) -> Leaf:
         leaf = self._root[index]
         if leaf.tables > 1:
             leaf.tables -= 1
-            self._pool.retain(leaf.pages)
+            self._pool.retain(leaf.listed)
             leaf = self._root[index] = Leaf(leaf.pages.copy())
         return leaf
 
@@ -128,6 +180,9 @@ def check_tables(tables: Iterable[BlockTable], pool: PagePool) -> None:
     for table in tables:
         if sum(len(leaf.pages) for leaf in table._root) != table.n_pages:
             raise AssertionError(f"a table of {table.n_pages} pages lists another number")
+        holes = np.flatnonzero(table.pages() == 0)
+        if not np.array_equal(holes, np.arange(table.first_page)):
+            raise AssertionError(f"a table that begins at page {table.first_page} has holes at {holes.tolist()}")
         for leaf in table._root:
             holders[id(leaf)] += 1
             leaves[id(leaf)] = leaf
@@ -135,7 +190,7 @@ def check_tables(tables: Iterable[BlockTable], pool: PagePool) -> None:
     for key, leaf in leaves.items():
         if leaf.tables != holders[key]:
             raise AssertionError(f"a leaf counts {leaf.tables} tables, {holders[key]} hold it")
-        np.add.at(refs, leaf.pages, 1)
+        np.add.at(refs, leaf.listed, 1)
     if not np.array_equal(refs, pool.refs):
         wrong = np.flatnonzero(refs != pool.refs)
         raise AssertionError(

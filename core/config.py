@@ -18,7 +18,6 @@ BACKENDS = ("auto", "reference", "cpu", "triton")
 EXECUTIONS = ("auto", "eager")
 EXECUTIONS_LATER = ("graph", "compiled")
 ALLOCATORS_LATER = ("first_fit", "next_fit", "best_fit", "buddy", "linear")
-EVICTIONS_LATER = ("lru_k", "fifo", "lfu", "priority", "cost")
 DEFAULT_PAGE_TOKENS = 16
 
 
@@ -35,6 +34,8 @@ class EngineConfig:
         step_tokens: tokens of one forward pass; may be smaller than ``max_seqs``.
         max_model_tokens: longest sequence, prompt and output together; None takes the model's own limit.
         prefix_cache: keep idle pages findable by their key.
+        layer_groups: layers with a sliding window have block tables of their own, and pages that the window has passed
+            go back to the pool while the request lives; False keeps every token in every layer.
         allocator, eviction: names of policies in ``octavo.core.policies``.
         host_tokens: slots of the host tier.
         kv_dtype: element type of the pool; "auto" is the type in which the model produces its keys.
@@ -54,6 +55,7 @@ class EngineConfig:
     step_tokens: int = 8192
     max_model_tokens: int | None = None
     prefix_cache: bool = True
+    layer_groups: bool = True
     allocator: str = "stack"
     eviction: str = "lru"
     host_tokens: int = 0
@@ -69,8 +71,9 @@ class EngineConfig:
             raise ValueError(f"memory_fraction must be in (0, 1], got {self.memory_fraction!r}")
         if not _is_int(self.seed):
             raise ValueError(f"seed must be an integer, got {self.seed!r}")
-        if not isinstance(self.prefix_cache, bool):
-            raise ValueError(f"prefix_cache must be True or False, got {self.prefix_cache!r}")
+        for name in ("prefix_cache", "layer_groups"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if not isinstance(self.page_policies, Mapping | None):
             raise ValueError(f"page_policies must map segment kinds to page sizes, got {self.page_policies!r}")
         if self.page_tokens != DEFAULT_PAGE_TOKENS and "text" in (self.page_policies or {}):
@@ -83,7 +86,7 @@ class EngineConfig:
             if not isinstance(policy, PagePolicy):
                 _positive_int(f"page_policies[{kind!r}]", policy)
         _known("allocator", self.allocator, tuple(ALLOCATORS), ALLOCATORS_LATER)
-        _known("eviction", self.eviction, tuple(EVICTIONS), EVICTIONS_LATER)
+        _known("eviction", self.eviction, tuple(EVICTIONS))
         _known("kv_dtype", self.kv_dtype, tuple(KV_DTYPES), KV_DTYPES_LATER)
         _known("backend", self.backend, BACKENDS)
         _known("execution", self.execution, EXECUTIONS, EXECUTIONS_LATER)

@@ -1,4 +1,4 @@
-"""The block tables as kernels see them: one flat int32 tensor, updated by difference."""
+"""The block tables as kernels see them: flat int32 tensors, updated by difference."""
 
 from __future__ import annotations
 
@@ -8,51 +8,87 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from octavo.core.block_table import BlockTable
 from octavo.core.sequence import Sequence
 from octavo.kernels.layout import pack_entries
 
 
 class DeviceTables:
-    """``entries`` int32 [rows, units of the longest sequence]: a row a running sequence, packed as in layout.py.
+    """``entries`` int32 [slices of all groups, rows, entries of the longest sequence]: a row a running sequence, packed
+    as in layout.py. ``unit_pos``, of one slice, says where each entry begins; None as long as no sequence needs it,
+    because its pages have sealed ones among them.
 
     A decoded token changes one entry every ``unit_tokens`` steps, so a step writes the few entries that differ and
     never a whole row.
     """
 
-    def __init__(self, rows: int, max_tokens: int, page_tokens: int, unit_tokens: int, device: torch.device) -> None:
-        self._page_units = page_tokens // unit_tokens
-        self._unit_tokens = unit_tokens
-        self._offsets = np.arange(self._page_units, dtype=np.int64)
+    def __init__(self, rows: int, slices: int, max_entries: int, device: torch.device) -> None:
         self._rows: dict[Sequence, int] = {}
         self._free = list(range(rows))[::-1]
-        width = -(-max_tokens // page_tokens) * self._page_units
-        self.entries = torch.zeros((rows, width), dtype=torch.int32, device=device)
+        self.entries = torch.zeros((slices, rows, max_entries), dtype=torch.int32, device=device)
+        self.unit_pos: Tensor | None = None
 
     def sync(self, running: Iterable[Sequence]) -> None:
         """Give every running sequence a row, and bring the rows up to date."""
         running = list(running)
         for sequence in self._rows.keys() - set(running):
             self._free.append(self._rows.pop(sequence))
-        where, what, written = [], [], []
+        where, what, valid, written = [], [], [], []
         for sequence in running:
             if sequence not in self._rows:
                 self._rows[sequence] = self._free.pop()
-                sequence.table.stale_from = 0
-            table = sequence.table
-            if table.stale_from == table.n_pages:
-                continue
-            units = table.pages(table.stale_from).astype(np.int64)[:, None] + self._offsets  # [pages, page_units]
-            what.append(units.ravel())
-            first = self._rows[sequence] * self.entries.shape[1] + table.stale_from * self._page_units
-            where.append(np.arange(first, first + units.size))
-            written.append(table)
+                if self.unit_pos is not None:
+                    self.unit_pos[self._rows[sequence]] = self._logical(sequence.layout.unit_tokens)
+                for table in sequence.tables:
+                    table.stale_from = 0
+            first_slice = 0
+            for number, table in enumerate(sequence.tables):
+                if table.stale_from < table.n_pages:
+                    units, counts, at = self._difference(sequence, table, first_slice)
+                    what.append(units)
+                    valid.append(counts)
+                    where.append(at)
+                    written.append(table)
+                    if number == 0 and not sequence.layout.uniform:
+                        self._write_positions(sequence)
+                first_slice += table.slices
         if where:
             device = self.entries.device
             index = torch.from_numpy(np.concatenate(where)).to(device)
-            values = pack_entries(torch.from_numpy(np.concatenate(what)), self._unit_tokens).to(device)
+            counts = torch.from_numpy(np.concatenate(valid))
+            values = pack_entries(torch.from_numpy(np.concatenate(what)), counts).to(device)
             self.entries.view(-1).index_copy_(0, index, values)
         for table in written:  # only now: a copy that failed is made again
             table.stale_from = table.n_pages
+
+    def _difference(
+        self, sequence: Sequence, table: BlockTable, first_slice: int
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Units, valid counts and places of the entries that differ, each of ``slices * n``."""
+        layout, (_, rows, width) = sequence.layout, self.entries.shape
+        start, stop = layout.first_entry(table.stale_from), layout.first_entry(table.n_pages)
+        units = table.entries(table.stale_from, table.n_pages, layout)  # [slices, n]
+        if layout.uniform:
+            counts = np.full(stop - start, layout.unit_tokens, np.int32)
+        else:
+            counts = layout.valid(layout.end_token(table.n_pages - 1))[start:]
+        row = self._rows[sequence] * width + np.arange(start, stop)
+        slices = np.arange(first_slice, first_slice + table.slices)[:, None] * (rows * width)
+        counts = np.where(units > 0, counts, 0)
+        return units.ravel().astype(np.int64), counts.ravel(), (slices + row).ravel()
+
+    def _write_positions(self, sequence: Sequence) -> None:
+        layout, table = sequence.layout, sequence.table
+        if self.unit_pos is None:
+            self.unit_pos = self._logical(layout.unit_tokens).expand(self.entries.shape[1], -1).contiguous()
+        start = layout.first_entry(table.stale_from)
+        positions = torch.from_numpy(layout.unit_pos(layout.end_token(table.n_pages - 1))[start:])
+        row = self.unit_pos[self._rows[sequence]]
+        row[start : start + len(positions)] = positions.to(row.device)
+
+    def _logical(self, unit_tokens: int) -> Tensor:
+        """Positions of entries that are stored in logical order without holes."""
+        return torch.arange(self.entries.shape[2], dtype=torch.int32, device=self.entries.device) * unit_tokens
 
     def rows(self, sequences: Iterable[Sequence]) -> Tensor:
         """Row numbers int64, on the device."""

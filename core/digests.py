@@ -9,25 +9,31 @@ import torch
 from torch import Tensor
 
 from octavo.core.interfaces import Digest, ModelSpec
+from octavo.core.layer_groups import LayerGroup
 from octavo.core.page_pool import PagePool, Pages
 
 PAGES_AT_ONCE = 64
 
 
 class DigestStore:
-    """Digests of one kind: each part is ``[units + 1, layers, Hkv, ...]`` in the pool's dtype, a row a first unit.
+    """Digests of one kind: each part is ``[units + 1, layers, Hkv, ...]`` in the pool's dtype, a row a first unit. The
+    layers are those of ``group``: methods choose pages in layers that see everything.
 
     A row is valid while ``generation`` says that the page has not been given to somebody else since it was made.
     """
 
-    def __init__(self, digest: Digest, spec: ModelSpec, kv: Tensor, pool: PagePool, page_tokens: int) -> None:
+    def __init__(
+        self, digest: Digest, spec: ModelSpec, kv: Tensor, pool: PagePool, group: LayerGroup, page_tokens: int
+    ) -> None:
         self._digest = digest
         self._kv = kv
         self._pool = pool
+        self._slices = group.slices
+        self._page_units = page_tokens // kv.shape[4]
         self._made = np.full(kv.shape[0], -1, np.int64)
         shapes = digest.spec(page_tokens, spec.kv_heads, spec.head_dim)
         self.parts = {
-            name: torch.empty((kv.shape[0], spec.layers, *shape), dtype=kv.dtype, device=kv.device)
+            name: torch.empty((kv.shape[0], len(group.layers), *shape), dtype=kv.dtype, device=kv.device)
             for name, shape in shapes.items()
         }
 
@@ -44,10 +50,12 @@ class DigestStore:
         self._made[missing] = self._pool.generation[missing]
 
     def _make(self, pages: Pages) -> None:
-        _, layers, _, heads, unit_tokens, dim = self._kv.shape
+        _, unit_layers, _, heads, unit_tokens, dim = self._kv.shape
+        layers = self._slices * unit_layers
+        listed = torch.from_numpy(self._pool.units_of(pages, self._slices * self._page_units).astype(np.int64))
+        units = listed.to(self._kv.device).unflatten(1, (self._slices, self._page_units))
+        kv = self._kv[units].permute(0, 1, 3, 4, 5, 2, 6, 7)  # [n, slices, unit_layers, 2, Hkv, page_units, u, D]
+        kv = kv.reshape(len(pages) * layers, 2, heads, self._page_units * unit_tokens, dim)
         first = torch.from_numpy(pages.astype(np.int64)).to(self._kv.device)
-        units = first[:, None] + torch.arange(self._pool.page_units, device=first.device)  # [n, page_units]
-        kv = self._kv[units].permute(0, 2, 3, 4, 1, 5, 6)  # [n, layers, 2, Hkv, page_units, unit_tokens, D]
-        kv = kv.reshape(len(pages) * layers, 2, heads, self._pool.page_units * unit_tokens, dim)
         for name, part in self._digest.compute(kv[:, 0], kv[:, 1]).items():
             self.parts[name][first] = part.reshape(len(pages), layers, *part.shape[1:])

@@ -18,7 +18,9 @@ from octavo.core.detokenizer import Detokenizer
 from octavo.core.errors import BatchError
 from octavo.core.hf_model import HFModel, load
 from octavo.core.interfaces import ModelSpec, SegmentEncoder, SparseMethod
+from octavo.core.layer_groups import LayerPlan
 from octavo.core.outputs import Completion, EngineStats, Sample, StepOutput
+from octavo.core.page_layout import PageLayout
 from octavo.core.page_pool import PagePool
 from octavo.core.policies import ALLOCATORS, EVICTIONS
 from octavo.core.prefix_cache import PrefixCache, root_key
@@ -71,15 +73,20 @@ class Engine:
         self._max_tokens = sizing.max_tokens(self.config, self.spec)
         backend = sizing.backend(self.config, self._model.device)
         dtype = sizing.kv_dtype(self.config, self.spec)
-        page_tokens = self.config.text_page_tokens
-        page_units = page_tokens // self.config.unit_tokens
-        pages = sizing.pool_pages(self.config, self.spec, dtype, self._max_tokens, self._model.device)
-        kv = sizing.allocate_pool(self.config, self.spec, pages * page_units, dtype, self._model.device)
-        index = PrefixCache(pages * page_units, page_tokens)
-        allocator = ALLOCATORS[self.config.allocator](pages * page_units, page_units)
-        self._pool = PagePool(pages, page_units, allocator, EVICTIONS[self.config.eviction](), index)
-        self._scheduler = Scheduler(self.config, self._pool)
-        self._runner = StepRunner(self._model, self.config, kv, backend, self._pool, self._max_tokens)
+        device = self._model.device
+        self._plan = LayerPlan.of(self.spec.windows, self.config.layer_groups)
+        units = sizing.pool_units(self.config, self.spec, self._plan, dtype, self._max_tokens, device)
+        kv = sizing.allocate_pool(self.config, self.spec, self._plan, units, dtype, device)
+        self._text = PageLayout([], self.config.policies, self.config.unit_tokens)
+        self._pool = PagePool(
+            ALLOCATORS[self.config.allocator](units),
+            EVICTIONS[self.config.eviction](),
+            PrefixCache(len(self._plan.groups)),
+            unit_bytes=kv[0].nbytes,
+        )
+        self._scheduler = Scheduler(self.config, self._pool, self._plan)
+        entries = self._text.entries_for(self._max_tokens)
+        self._runner = StepRunner(self._model, self.config, kv, backend, self._pool, self._plan, entries)
         self._prompts = PromptReader(tokenizer, self.spec.vocab_size)
         self._eos = self._model.eos_token_ids | {
             token for token in [getattr(tokenizer, "eos_token_id", None)] if token is not None
@@ -178,7 +185,7 @@ class Engine:
             ValueError: an unusable prompt, or an id that is in use.
         """
         request = self._new_request(self._prompts.read(prompt), params, request_id, method, priority, salt)
-        sequence = TokenSequence(request, 0, request.prompt.copy(), self._pool)
+        sequence = TokenSequence(request, 0, request.prompt.copy(), self._pool, self._plan)
         self._enter(request, sequence)
         self._scheduler.add(sequence)
         return request.request_id
@@ -274,7 +281,7 @@ class Engine:
             request = self._new_request(prefix, params, None, method, 0, None, len(forced))
             requests.append((request, forced))
         for request, forced in requests:
-            sequence = TokenSequence(request, 0, request.prompt + forced, self._pool)
+            sequence = TokenSequence(request, 0, request.prompt + forced, self._pool, self._plan)
             sequence.forced = True
             sequence.logprobs_from = len(request.prompt)
             self._enter(request, sequence)
@@ -294,18 +301,18 @@ class Engine:
     def stats(self) -> EngineStats:
         """Counters and the state of the pool now."""
         pool, scheduler = self._pool, self._scheduler
-        units = pool.page_units
+        page_units = self.config.text_page_tokens // self.config.unit_tokens * self._plan.slices
         cuda = self._model.device.type == "cuda"
         return EngineStats(
-            units_total=pool.total_pages * units,
-            units_free=pool.free_pages * units,
-            units_cached=pool.cached_pages * units,
-            units_held=pool.held_pages * units,
-            units_held_peak=pool.held_peak * units,
-            pages_total=pool.total_pages,
-            pages_free=pool.free_pages,
-            pages_cached=pool.cached_pages,
-            pages_held=pool.held_pages,
+            units_total=pool.total_units,
+            units_free=pool.free_units,
+            units_cached=pool.cached_units,
+            units_held=pool.held_units,
+            units_held_peak=pool.held_peak,
+            pages_total=pool.total_units // page_units,
+            pages_free=pool.free_units // page_units,
+            pages_cached=pool.cached_units // page_units,
+            pages_held=pool.held_units // page_units,
             hit_tokens=scheduler.hit_tokens,
             query_tokens=scheduler.query_tokens,
             evictions=pool.evictions,
@@ -317,7 +324,7 @@ class Engine:
             running_peak=scheduler.running_peak,
             device_bytes_peak=torch.cuda.max_memory_allocated(self._model.device)
             if cuda
-            else pool.held_peak * units * self._runner.kv[0].nbytes + self._runner.digest_bytes,
+            else pool.held_peak * self._runner.kv[0].nbytes + self._runner.digest_bytes,
         )
 
     def check(self) -> None:
@@ -329,20 +336,22 @@ class Engine:
         self._pool.check()
         self._scheduler.check()
         holders = [*self._scheduler.running, *self._scheduler.parked]
-        check_tables((sequence.table for sequence in holders), self._pool)
+        check_tables((table for sequence in holders for table in sequence.tables), self._pool)
         live = {s for request in self._requests.values() for s in request.sequences if s.finish_reason is None}
         queued = {*self._scheduler.waiting, *self._scheduler.running}
         if live != queued:
             raise AssertionError(f"{len(live)} sequences are live, {len(queued)} are queued")
         for sequence in holders:
-            first = sequence.computed // self.config.text_page_tokens
-            if any(page in self._pool.index for page in sequence.table.pages(first).tolist()):
+            full = sequence.layout.full_pages(sequence.computed)
+            if any(page in self._pool.index for table in sequence.tables for page in table.pages(full).tolist()):
                 raise AssertionError(f"{sequence.request.request_id!r} is about to write to a findable page")
-            for page, node in zip(sequence.table.pages(0, len(sequence.nodes)).tolist(), sequence.nodes, strict=True):
-                if page in self._pool.index and self._pool.index.node(page) != node:
-                    raise AssertionError(
-                        f"page {page} of {sequence.request.request_id!r} is indexed for another prefix"
-                    )
+            for table in sequence.tables:
+                pages = table.pages(0, len(sequence.nodes)).tolist()
+                for page, node in zip(pages, sequence.nodes, strict=True):
+                    if page in self._pool.index and self._pool.index.node(page) is not node:
+                        raise AssertionError(
+                            f"page {page} of {sequence.request.request_id!r} is indexed for another prefix"
+                        )
 
     def _validate(self, method: SparseMethod) -> None:
         if not callable(getattr(method, "select", None)):
@@ -358,6 +367,7 @@ class Engine:
         priority: int,
         salt: str | None,
         required_tokens: int | None = None,
+        layout: PageLayout | None = None,
     ) -> Request:
         """Check everything that can be wrong with a request; changes nothing but the count of arrivals."""
         params = params or SamplingParams()
@@ -377,9 +387,9 @@ class Engine:
         if params.n > self.config.max_seqs:
             raise ValueError(f"n={params.n} samples are more than max_seqs={self.config.max_seqs} sequences at once")
         must = params.max_tokens if params.ignore_eos else max(1, params.min_tokens)
-        sizing.check_fits(
-            self.config, len(prompt), must if required_tokens is None else required_tokens, self._max_tokens, self._pool
-        )
+        layout = layout or self._text
+        required = must if required_tokens is None else required_tokens
+        sizing.check_fits(layout, self._plan, len(prompt), required, self._max_tokens, self._pool)
         method = method or self._method
         if method is not None:
             self._validate(method)
@@ -396,6 +406,7 @@ class Engine:
             arrival=arrival,
             seed=(self.config.seed * 1_000_003 + arrival) * 1_000_003 if params.seed is None else params.seed,
             root=root_key([] if salt is None else [("salt", salt)]),
+            layout=layout,
             unforked=params.n - 1,
         )
 
@@ -409,18 +420,19 @@ class Engine:
         """Make the pages that a step has filled findable."""
         if not self.config.prefix_cache:
             return
-        page_tokens, index = self.config.text_page_tokens, self._pool.index
-        done, full = len(sequence.nodes), sequence.computed // page_tokens
+        index, request = self._pool.index, sequence.request
+        done, full = len(sequence.nodes), sequence.layout.full_pages(sequence.computed)
         if full == done:
             return
-        keys = sequence.keys(full, page_tokens)
-        for number, page in enumerate(sequence.table.pages(done, full).tolist(), done):
-            parent = sequence.nodes[-1] if sequence.nodes else sequence.request.root
-            if page in index:
-                node = index.node(page)
-            else:
-                tokens = sequence.page_tokens_array(number, page_tokens)
-                node = index.publish(page, keys[number], parent, tokens, sequence.provenance(number, page_tokens))
+        keys = sequence.keys(full)
+        for number in range(done, full):
+            parent = sequence.nodes[-1] if sequence.nodes else request.root
+            node = index.enter(keys[number], parent, sequence.page_tokens(number), sequence.provenance(number))
+            for group, table in enumerate(sequence.tables):
+                (page,) = table.pages(number, number + 1).tolist()
+                if page not in index:
+                    chained = not self._plan.groups[group].window
+                    self._pool.publish(page, node, group, chained=chained, priority=request.priority)
             sequence.nodes.append(node)
             self._scheduler.published(keys[number], sequence)
 
@@ -458,7 +470,7 @@ class Engine:
         children = []
         while request.unforked:
             request.unforked -= 1
-            child = TokenSequence(request, len(request.sequences), request.prompt.copy(), self._pool)
+            child = TokenSequence(request, len(request.sequences), request.prompt.copy(), self._pool, self._plan)
             child.adopt_prefix(first)
             self._enter(request, child)
             if not self._scheduler.run(child):
@@ -511,7 +523,7 @@ class Engine:
         scheduler = self._scheduler
         return (
             f"{len(scheduler.running)} sequences running, {len(scheduler.waiting)} waiting, {len(scheduler.parked)} "
-            f"parked; {self._pool.available} of {self._pool.total_pages} pages available"
+            f"parked; {self._pool.available} of {self._pool.most_units} units available"
         )
 
 

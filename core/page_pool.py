@@ -2,112 +2,230 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 from numpy.typing import NDArray
 
+from octavo.core.eviction import IdlePages
 from octavo.core.interfaces import Allocator, EvictionPolicy
-from octavo.core.prefix_cache import PrefixCache
+from octavo.core.page_facts import FactsBook
+from octavo.core.prefix_cache import Node, PrefixCache
 
 Pages = NDArray[np.int32]
+Units = NDArray[np.int32]
 
 
 class PagePool:
-    """Pages by their first unit, in exactly one of three states::
+    """Pages of one or more units, in exactly one of three states::
 
         held    refs > 0                     listed by a leaf of a live block table
         cached  refs = 0, in the index       idle; findable by its key until it is evicted
-        free    refs = 0, not in the index   on the allocator's list
+        free    refs = 0, not in the index   its units are the allocator's
+
+    A page goes by its first unit; the others are chained to it, side by side where the allocator could::
+
+        size      [ . 3 . . 1 . . ]      units of the page that begins here
+        following [ . 2 5 . 0 0 . ]      the next unit of the same page, 0 after the last: page 1 is units 1, 2, 5
 
     ``refs[page]`` counts the distinct leaves that list the page, not tables and not table slots. ``generation[page]``
     goes up whenever the page is given to somebody, so that whoever keeps something about a page (a digest) can see
     that it is about older contents.
+
+    ``grow`` is asked for units before anything is evicted, and gives the number that it added; ``growable`` is what it
+    could still add. ``on_evict`` sees each page before it is forgotten.
     """
 
     def __init__(
-        self, pages: int, page_units: int, allocator: Allocator, eviction: EvictionPolicy, index: PrefixCache
+        self,
+        allocator: Allocator,
+        eviction: EvictionPolicy,
+        index: PrefixCache,
+        *,
+        unit_bytes: int = 1,
+        growable: int = 0,
+        grow: Callable[[int], int] | None = None,
+        on_evict: Callable[[int], None] | None = None,
     ) -> None:
-        self.page_units = page_units
-        self.total_pages = pages
+        most = allocator.total_units + growable
         self.index = index
-        self.refs = np.zeros(pages * page_units + 1, np.int32)
-        self.generation = np.zeros(pages * page_units + 1, np.int64)
+        self.book = FactsBook(most, eviction.history)
+        self.refs = np.zeros(most + 1, np.int32)
+        self.size = np.zeros(most + 1, np.int32)
+        self.generation = np.zeros(most + 1, np.int64)
         self.evictions = 0
         self.held_peak = 0
+        self.growable = growable
+        self._following = np.zeros(most + 1, np.int32)
+        self._findable = np.zeros(most + 1, bool)
+        self._idle = IdlePages(eviction, self.book)
+        self._unit_bytes = unit_bytes
         self._allocator = allocator
-        self._eviction = eviction
+        self._grow = grow
+        self.on_evict = on_evict
+        self._cached = 0
 
     @property
-    def free_pages(self) -> int:
-        return self._allocator.free_pages
+    def total_units(self) -> int:
+        """Units there are now."""
+        return self._allocator.total_units
 
     @property
-    def cached_pages(self) -> int:
-        return len(self._eviction)
+    def most_units(self) -> int:
+        """Units there can be."""
+        return self.total_units + self.growable
 
     @property
-    def held_pages(self) -> int:
-        return self.total_pages - self.available
+    def free_units(self) -> int:
+        return self._allocator.free_units
+
+    @property
+    def cached_units(self) -> int:
+        return self._cached
+
+    @property
+    def held_units(self) -> int:
+        return self.total_units - self.free_units - self.cached_units
 
     @property
     def available(self) -> int:
-        """Pages that can be had at once: the free ones, and the idle ones by eviction."""
-        return self.free_pages + self.cached_pages
+        """Units that can be had at once: the free ones, those that the pool can grow by, and idle ones by eviction."""
+        return self.free_units + self.growable + self._cached - self._kept_units
+
+    @property
+    def _kept_units(self) -> int:
+        """Units of idle pages that are pinned, or needed by one that is."""
+        kept = self._idle.kept
+        return int(self.size[kept].sum()) if len(kept) else 0
 
     def idle_among(self, pages: Pages) -> int:
-        """How many of some findable pages are idle: retaining them takes so many from ``available``."""
-        return int((self.refs[pages] == 0).sum())
+        """Units of the idle ones of some findable pages: retaining them takes at most so many from ``available``."""
+        return int(self.size[pages[self.refs[pages] == 0]].sum())
 
-    def allocate(self, count: int) -> Pages:
-        """``count`` pages with one reference each; evicts idle pages if too few are free.
+    def units_of(self, pages: Pages, size: int) -> Units:
+        """Units int32 [n, size] of n pages of one size, in the order of their tokens; page 0 (a hole) gives zeros."""
+        units = np.empty((len(pages), size), np.int32)
+        units[:, 0] = pages
+        for i in range(1, size):
+            units[:, i] = self._following[units[:, i - 1]]
+        return units
 
-        Precondition: ``count <= available``.
+    def allocate(self, count: int, size: int = 1, near: int | None = None) -> Pages:
+        """``count`` pages of ``size`` units with one reference each; grows the pool, then evicts idle pages, if too few
+        units are free.
+
+        Precondition: ``count * size <= available``.
         """
-        assert count <= self.available, f"{count} pages asked for, {self.available} available"
-        missing = count - self.free_pages
-        if missing > 0:
-            victims = self._eviction.evict(missing)
-            for page in victims:
-                self.index.forget(page)
-            self._allocator.free(np.asarray(victims, np.int32))
-            self.evictions += missing
-        pages = self._allocator.allocate(count)
-        self.refs[pages] = 1
-        self.generation[pages] += 1
-        self.held_peak = max(self.held_peak, self.held_pages)
-        return pages
+        wanted = count * size
+        assert wanted <= self.available, f"{wanted} units asked for, {self.available} available"
+        if self.free_units < wanted:
+            self._make_room(wanted)
+        units = self._allocator.allocate(wanted, near)
+        if size > 1:
+            rows = units.reshape(count, size)
+            self._following[rows[:, :-1]] = rows[:, 1:]
+            units = rows[:, 0].copy()
+            self._following[rows[:, -1]] = 0
+        else:
+            self._following[units] = 0
+        self.refs[units] = 1
+        self.size[units] = size
+        self.generation[units] += 1
+        self.held_peak = max(self.held_peak, self.held_units)
+        return units
 
     def retain(self, pages: Pages) -> None:
         """One more leaf lists each of ``pages`` (each at most once in the array); idle ones come back to life."""
         idle = pages[self.refs[pages] == 0]
         if len(idle):
-            self._eviction.remove(idle.tolist())
+            self._cached -= int(self.size[idle].sum())
+            self._idle.remove(idle)
         self.refs[pages] += 1
-        self.held_peak = max(self.held_peak, self.held_pages)
+        self.held_peak = max(self.held_peak, self.held_units)
 
     def release(self, pages: Pages) -> None:
         """One leaf less lists each of ``pages``. Chain tail first: in that order idle pages will be evicted."""
         self.refs[pages] -= 1
         assert (self.refs[pages] >= 0).all(), "a page was released more often than it was retained"
-        unheld = pages[self.refs[pages] == 0].tolist()
-        self._eviction.add(page for page in unheld if page in self.index)
-        self._allocator.free(np.asarray([page for page in unheld if page not in self.index], np.int32))
+        unheld = pages[self.refs[pages] == 0]
+        if not len(unheld):
+            return
+        findable = self._findable[unheld]
+        idle = unheld[findable]
+        if len(idle):
+            self._cached += int(self.size[idle].sum())
+            self._idle.add(idle)
+        self._free(unheld[~findable])
+
+    def publish(
+        self, page: int, node: Node, group: int = 0, *, chained: bool = True, priority: int = 0, recompute_s: float = 0.0
+    ) -> None:
+        """Make a held page findable as ``node``'s.
+
+        Args:
+            chained: it must not be evicted before longer prefixes (a page that a window has passed may).
+            priority: of the request; recompute_s: predicted seconds to compute the page again.
+        """
+        self.index.attach(page, node, group)
+        self._findable[page] = True
+        if chained:
+            self._idle.published(page, node.id, node.parent.id if isinstance(node.parent, Node) else 0)
+        else:
+            self._idle.published(page, self.index.new_number(), 0)
+        pages = np.array([page], np.int32)
+        self.book.publish(pages, priority, recompute_s, int(self.size[page]) * self._unit_bytes)
 
     def check(self) -> None:
-        """Every page is in exactly one state, and the counts say so."""
-        free, idle = self._allocator.check(), self._eviction.check()
-        held = np.flatnonzero(self.refs)
-        listed = np.sort(np.concatenate([free, idle, held]))
-        expected = np.arange(1, 1 + self.total_pages * self.page_units, self.page_units)
-        if not np.array_equal(listed, expected):
+        """Every unit is in exactly one state, and the counts say so."""
+        free, idle = self._allocator.check(), self._idle.check()
+        held = np.flatnonzero(self.refs).astype(np.int32)
+        units = [free, *(self._units(np.array([page], np.int32)) for page in (*idle, *held))]
+        listed = np.sort(np.concatenate(units))
+        if not np.array_equal(listed, np.arange(1, 1 + self.total_units)):
             raise AssertionError(
-                f"held {len(held)} + cached {len(idle)} + free {len(free)} pages do not partition {len(expected)}"
+                f"held {self.size[held].sum()} + cached {self.size[idle].sum()} + free {len(free)} units do not "
+                f"partition {self.total_units}"
             )
+        if self._cached != self.size[idle].sum():
+            raise AssertionError(f"{self._cached} units are counted as cached, {self.size[idle].sum()} are")
         missing = [page for page in idle.tolist() if page not in self.index]
         if missing:
             raise AssertionError(f"idle pages {missing} cannot be found by any key")
         findable = [page for page in free.tolist() if page in self.index]
         if findable:
             raise AssertionError(f"free pages {findable} can still be found by a key")
+        wrong = [page for page in np.flatnonzero(self._findable).tolist() if page not in self.index]
+        if wrong or self._findable.sum() != len(self.index):
+            raise AssertionError(f"pages {wrong} are marked as findable and are not")
         if (self.refs < 0).any():
             raise AssertionError("a reference count is negative")
         self.index.check()
+
+    def _make_room(self, wanted: int) -> None:
+        """Grow, then evict, until ``wanted`` units are free."""
+        if self.growable and self._grow is not None:
+            added = self._grow(wanted - self.free_units)
+            self._allocator.grow(added)
+            self.growable -= added
+        while self.free_units < wanted:
+            victims = self._idle.evict(-(-(wanted - self.free_units) // int(self.size.max())))
+            for page in victims.tolist():
+                if self.on_evict is not None:
+                    self.on_evict(page)
+                self.index.forget(page)
+            self._findable[victims] = False
+            self._cached -= int(self.size[victims].sum())
+            self._free(victims)
+            self.evictions += len(victims)
+
+    def _free(self, pages: Pages) -> None:
+        self._allocator.free(self._units(pages))
+
+    def _units(self, pages: Pages) -> Units:
+        """All units of pages of any sizes, page by page."""
+        if not len(pages):
+            return pages
+        sizes = self.size[pages]
+        most = int(sizes.max())
+        units = self.units_of(pages, most)
+        return units.ravel() if (sizes == most).all() else units[np.arange(most) < sizes[:, None]]

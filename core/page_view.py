@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from octavo.core.interfaces import LayerTraits, Selection
+from octavo.core.layer_groups import LayerPlan
 from octavo.kernels import ops
 
 
@@ -16,15 +17,16 @@ from octavo.kernels import ops
 class StepPages:
     """The pages of b sequences of one method, the same for all layers of a step; ``layer`` and ``traits`` move on.
 
-    ``table`` int32 [1, b, 1, M], ``slots`` int32 [1, b, 1] and ``q_pos`` int32 [b] are what a dense decode would be
+    ``tables`` int32 [slices, b, M], ``slots`` int32 [1, b, 1] and ``q_pos`` int32 [b] are what a dense decode would be
     given; ``first_units`` int64 [b, P] index the digests. ``elements_read`` int64 [b] counts what was read to choose,
     over layers and KV heads.
     """
 
     kv: Tensor
     backend: str
+    plan: LayerPlan
     page_tokens: int
-    table: Tensor
+    tables: Tensor
     slots: Tensor
     q_pos: Tensor
     n_pages: Tensor
@@ -35,6 +37,11 @@ class StepPages:
     elements_read: Tensor
     layer: int = 0
     traits: LayerTraits = field(default_factory=lambda: LayerTraits(1.0))
+
+    @property
+    def table(self) -> Tensor:
+        """int32 [1, b, 1, M] of the present layer."""
+        return self.tables[self.plan.places[self.layer].slice][None, :, None]
 
     @property
     def page_units(self) -> int:
@@ -51,12 +58,12 @@ class StepPages:
     def digest(self, part: str) -> Tensor:
         store = self.parts[part]
         self.elements_read += (self.n_pages - 1) * store[0, 0].numel()
-        return store[self.first_units, self.layer]
+        return store[self.first_units, self.plan.places[self.layer].group_layer]
 
     def mass(self, q: Tensor) -> Tensor:
         self.elements_read += self.lengths * (self.kv.shape[3] * self.kv.shape[5])
         _, _, mass = ops.decode(
-            q, self.kv, self.layer, self.table, self.slots, self.q_pos, None, self.traits.sinks,
+            q, self.kv, self.plan.places[self.layer].unit_layer, self.table, self.slots, self.q_pos, None, self.traits.sinks,
             self.traits.scale, 0, self.traits.softcap, True, False, self.backend,
         )  # fmt: skip
         pages: Tensor = mass.unflatten(2, (-1, self.page_units)).sum(3)[:, :, : self.max_pages]

@@ -10,9 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 PageKey = NewType("PageKey", bytes)
-NodeId = NewType("NodeId", int)
-Parent = NodeId | PageKey
-"""What is in front of a page: a node, or at the beginning the root key of its namespace."""
 
 KEY_BYTES = 32
 
@@ -39,76 +36,147 @@ def page_key(parent: PageKey, tokens: NDArray[np.int32], provenance: str = "") -
     return digest256(*parts)
 
 
-class PrefixCache:
-    """Which page holds the KV of which prefix.
+class Node:
+    """One distinct prefix, up to the end of one page: what is in front (a node, or the root key of its namespace), the
+    page's tokens and its provenance.
 
-    A *node* is one distinct prefix: parent node, tokens and provenance. Node ids are never reused, so equality of
-    ids is equality of whole prefixes, and a hit is verified by comparing one page's parent id, tokens and
-    provenance: a key that collides is a miss, never a wrong hit. Several pages may hold the same node (twins computed
-    side by side); each is tracked apart, so evicting one leaves the others findable.
+    Nodes are compared by identity, which is equality of whole prefixes. ``pages[group]`` are the device pages that
+    hold its KV for a group of layers (several if twins were computed side by side), ``host[group]`` its page in the
+    host tier, 0 if there is none. ``children`` counts the nodes that come right after it.
+    """
+
+    __slots__ = ("children", "host", "id", "key", "pages", "parent", "provenance", "tokens")
+
+    def __init__(
+        self, number: int, key: PageKey, parent: Parent, tokens: NDArray[np.int32], provenance: str, groups: int
+    ) -> None:
+        self.id = number
+        self.key = key
+        self.parent = parent
+        self.tokens = tokens
+        self.provenance = provenance
+        self.pages: list[list[int]] = [[] for _ in range(groups)]
+        self.host = [0] * groups
+        self.children = 0
+
+    def page(self, group: int) -> int:
+        """A device page that holds this prefix's last page for a group of layers; 0 if there is none."""
+        return self.pages[group][0] if self.pages[group] else 0
+
+    @property
+    def forgotten(self) -> bool:
+        """Nothing holds it and nothing leads through it."""
+        return not (self.children or any(self.pages) or any(self.host))
+
+
+Parent = Node | PageKey
+"""What is in front of a page: a node, or at the beginning the root key of its namespace."""
+
+
+class PrefixCache:
+    """Which pages hold the KV of which prefix.
+
+    A hit is verified by comparing one page's parent node, tokens and provenance: a key that collides is a miss, never a
+    wrong hit. A node stays while a page holds it or a longer prefix leads through it, so a chain can be followed over
+    pages that are gone (behind a sliding window, or in the host tier).
 
     ::
 
-        key -> pages            node   [units]  whose prefix a page holds, 0 if it is not findable
-                                parent [units]  what is in front of it
-                                tokens [units, page_tokens]
+        key -> nodes         node -> parent, tokens, provenance, pages of each group, host pages
+        page -> (node, group)
     """
 
-    def __init__(self, units: int, page_tokens: int) -> None:
-        self._pages: dict[PageKey, list[int]] = {}
-        self._next_node = NodeId(1)
-        self._node = np.zeros(units + 1, np.int64)
-        self._parent: dict[int, Parent] = {}
-        self._tokens = np.zeros((units + 1, page_tokens), np.int32)
-        self._key: dict[int, tuple[PageKey, str]] = {}
+    def __init__(self, groups: int = 1) -> None:
+        self._groups = groups
+        self._nodes: dict[PageKey, list[Node]] = {}
+        self._of_page: dict[int, tuple[Node, int]] = {}
+        self._made = 0
 
     def __len__(self) -> int:
-        return len(self._key)
+        return len(self._of_page)
 
     def __contains__(self, page: int) -> bool:
-        return page in self._key
+        return page in self._of_page
 
-    def find(self, key: PageKey, parent: Parent, tokens: NDArray[np.int32], provenance: str) -> int | None:
-        """The page that holds ``tokens`` after ``parent``, or None."""
-        for page in self._pages.get(key, ()):
-            if (
-                self._parent[page] == parent
-                and self._key[page][1] == provenance
-                and np.array_equal(self._tokens[page], tokens)
-            ):
-                return page
+    def find(self, key: PageKey, parent: Parent, tokens: NDArray[np.int32], provenance: str) -> Node | None:
+        """The node of ``tokens`` after ``parent``, or None."""
+        for node in self._nodes.get(key, ()):
+            if node.parent == parent and node.provenance == provenance and np.array_equal(node.tokens, tokens):
+                return node
         return None
 
-    def node(self, page: int) -> NodeId:
-        return NodeId(int(self._node[page]))
+    def node(self, page: int) -> Node:
+        """The node that a findable page holds."""
+        return self._of_page[page][0]
 
-    def publish(self, page: int, key: PageKey, parent: Parent, tokens: NDArray[np.int32], provenance: str) -> NodeId:
-        """Make a computed page findable; gives the node it holds. Precondition: it is not findable yet."""
-        assert page not in self._key, f"page {page} is published already"
-        twin = self.find(key, parent, tokens, provenance)
-        node = self._next_node if twin is None else self.node(twin)
-        self._next_node = NodeId(self._next_node + (twin is None))
-        self._node[page], self._parent[page], self._tokens[page] = node, parent, tokens
-        self._key[page] = (key, provenance)
-        self._pages.setdefault(key, []).append(page)
+    def group(self, page: int) -> int:
+        """The group of layers that a findable page is for."""
+        return self._of_page[page][1]
+
+    def enter(self, key: PageKey, parent: Parent, tokens: NDArray[np.int32], provenance: str) -> Node:
+        """The node of a computed page, made if it is new."""
+        node = self.find(key, parent, tokens, provenance)
+        if node is None:
+            node = Node(self.new_number(), key, parent, tokens, provenance, self._groups)
+            self._list(node)
         return node
+
+    def new_number(self) -> int:
+        """A number that no node has had."""
+        self._made += 1
+        return self._made
+
+    def _list(self, node: Node) -> None:
+        """Put a node in the index, and those in front of it: a sequence whose window has passed their pages may be the
+        last to know them."""
+        while node not in self._nodes.get(node.key, ()):
+            self._nodes.setdefault(node.key, []).append(node)
+            if not isinstance(node.parent, Node):
+                return
+            node = node.parent
+            node.children += 1
+
+    def attach(self, page: int, node: Node, group: int = 0) -> None:
+        """Make a page findable. Precondition: it is not findable yet."""
+        assert page not in self._of_page, f"page {page} is published already"
+        self._of_page[page] = node, group
+        node.pages[group].append(page)
 
     def forget(self, page: int) -> None:
         """Take a page out of the index, because its memory is about to hold something else."""
-        key, _ = self._key.pop(page)
-        pages = self._pages[key]
-        pages.remove(page)
-        if not pages:
-            del self._pages[key]
-        del self._parent[page]
-        self._node[page] = 0
+        node, group = self._of_page.pop(page)
+        node.pages[group].remove(page)
+        self.prune(node)
+
+    def prune(self, node: Node) -> None:
+        """Drop a node that nothing holds, and those in front of it that only led to it."""
+        while node.forgotten:
+            nodes = self._nodes[node.key]
+            nodes.remove(node)
+            if not nodes:
+                del self._nodes[node.key]
+            if not isinstance(node.parent, Node):
+                return
+            node = node.parent
+            node.children -= 1
 
     def check(self) -> None:
-        listed = [page for pages in self._pages.values() for page in pages]
-        if sorted(listed) != sorted(self._key):
-            raise AssertionError(f"pages by key {sorted(listed)} differ from keys by page {sorted(self._key)}")
-        for page, (key, _) in self._key.items():
-            if page not in self._pages.get(key, ()):
-                raise AssertionError(f"page {page} is not listed under its own key")
-            if self._node[page] == 0:
-                raise AssertionError(f"page {page} is findable but has no node")
+        nodes = [node for nodes in self._nodes.values() for node in nodes]
+        listed = sorted(page for node in nodes for pages in node.pages for page in pages)
+        if listed != sorted(self._of_page):
+            raise AssertionError(f"pages of nodes {listed} differ from nodes of pages {sorted(self._of_page)}")
+        children: dict[int, int] = {}
+        for node in nodes:
+            if node.forgotten:
+                raise AssertionError(f"node {node.id} is kept and nothing needs it")
+            if isinstance(node.parent, Node):
+                children[node.parent.id] = children.get(node.parent.id, 0) + 1
+        for key, nodes in self._nodes.items():
+            for node in nodes:
+                if node.key != key:
+                    raise AssertionError(f"node {node.id} is listed under another key")
+                if node.children != children.get(node.id, 0):
+                    raise AssertionError(f"node {node.id} counts {node.children} children, not {children.get(node.id, 0)}")
+        for page, (node, group) in self._of_page.items():
+            if page not in node.pages[group]:
+                raise AssertionError(f"page {page} is not listed by its own node")

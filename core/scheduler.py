@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from octavo.core.block_table import BlockTable
 from octavo.core.config import EngineConfig
-from octavo.core.page_pool import PagePool
+from octavo.core.layer_groups import LayerPlan
+from octavo.core.page_layout import PageLayout
+from octavo.core.page_pool import PagePool, Units
 from octavo.core.prefix_cache import PageKey
 from octavo.core.sequence import PrefixMatch, Sequence, match_prefix
 
@@ -27,11 +31,11 @@ class Chunk:
 
 @dataclass
 class StepPlan:
-    """What one step computes. ``copies`` are (source, destination) pages, to be copied in order before the pass;
-    ``stranded`` sequences are alone and still do not fit."""
+    """What one step computes. ``copies`` are (source, destination) units int32 [k, 2] of a page each, to be copied in
+    order before the pass; ``stranded`` sequences are alone and still do not fit."""
 
     chunks: list[Chunk] = field(default_factory=list)
-    copies: list[tuple[int, int]] = field(default_factory=list)
+    copies: list[Units] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
     stranded: list[Sequence] = field(default_factory=list)
 
@@ -48,10 +52,10 @@ class Scheduler:
     parked    pages, but nothing to compute: idle sessions, whose pages go before anybody is preempted
     """
 
-    def __init__(self, config: EngineConfig, pool: PagePool) -> None:
+    def __init__(self, config: EngineConfig, pool: PagePool, plan: LayerPlan) -> None:
         self._config = config
         self._pool = pool
-        self._page_tokens = config.text_page_tokens
+        self._plan = plan
         self._step = 0
         self._computing: dict[PageKey, Sequence] = {}
         self.waiting: list[Sequence] = []
@@ -85,6 +89,7 @@ class Scheduler:
         does not fit is ``stranded``, and the engine ends it.
         """
         self._step += 1
+        self._pool.book.clock = self._step
         plan = StepPlan()
         waiting = set(self.waiting)
         admitting = True
@@ -103,7 +108,7 @@ class Scheduler:
                 continue
             if not admitting or any(_worth(other) < _worth(sequence) for other in plan.preempted):
                 continue
-            match = match_prefix(sequence, self._pool.index, self._page_tokens)
+            match = match_prefix(sequence, self._pool.index, self._plan)
             owner = self._computing.get(match.missing) if match.missing else None
             if owner is not None and owner.request.priority >= sequence.request.priority:
                 continue
@@ -161,12 +166,15 @@ class Scheduler:
         if len(set(map(id, queues))) != len(queues):
             raise AssertionError("a sequence is in two queues, or twice in one")
         for sequence in self.waiting:
-            if sequence.table.n_pages or sequence.computed:
+            if sequence.computed or any(table.n_pages for table in sequence.tables):
                 raise AssertionError(f"waiting sequence of {sequence.request.request_id!r} holds pages")
         for sequence in [*self.running, *self.parked]:
-            pages = -(-sequence.computed // self._page_tokens)
-            if sequence.table.n_pages < pages:
-                raise AssertionError(f"{sequence.computed} tokens are computed in {sequence.table.n_pages} pages")
+            pages = sequence.layout.pages_for(sequence.computed)
+            for number, table in enumerate(sequence.tables):
+                if table.n_pages < pages or table.n_pages != sequence.table.n_pages:
+                    raise AssertionError(f"{sequence.computed} tokens are computed in {table.n_pages} pages")
+                if sequence.computed and table.first_page > sequence.first_seen(number, sequence.computed):
+                    raise AssertionError(f"page {table.first_page - 1} is gone and will be seen again")
         if len(self.running) > self._config.max_seqs:
             raise AssertionError(f"{len(self.running)} sequences run, at most {self._config.max_seqs} may")
         strangers = [s.request.request_id for s in self._computing.values() if s not in self.running]
@@ -175,7 +183,8 @@ class Scheduler:
 
     def _serve(self, sequence: Sequence, count: int, plan: StepPlan) -> None:
         """Place the next ``count`` tokens of a running sequence, making room for them if need be."""
-        while self._pages_for(sequence, count) > self._pool.available:
+        sequence.drop_unseen()
+        while sequence.units_for(count) > self._pool.available:
             victim = max(self.running, key=_worth)
             if self.parked:
                 self._reclaim()
@@ -184,8 +193,8 @@ class Scheduler:
                 if victim is sequence:
                     return
             else:
-                room = (sequence.table.n_pages + self._pool.available) * self._page_tokens - sequence.computed
-                if room <= 0 or room >= count:
+                room = bisect_right(range(1, count + 1), self._pool.available, key=sequence.units_for)
+                if room == 0:
                     plan.stranded.append(sequence)
                     return
                 count = room
@@ -193,31 +202,38 @@ class Scheduler:
 
     def _admit(self, sequence: Sequence, match: PrefixMatch, plan: StepPlan) -> bool:
         """Start a waiting sequence with its prefix hit, or change nothing and say False."""
-        hit_tokens = len(match.pages) * self._page_tokens
+        layout = sequence.layout
+        hit_pages = len(match.nodes)
+        hit_tokens = layout.first_token(hit_pages)
         sequence.computed = hit_tokens
         count = min(sequence.chunk_limit(), self._config.step_tokens - plan.tokens)
         sequence.computed = 0
-        fresh = -(-(hit_tokens + count) // self._page_tokens) - len(match.pages)
+        grown = layout.first_entry(layout.pages_for(hit_tokens + count)) - layout.first_entry(hit_pages)
+        fresh = grown * self._plan.slices
+        fresh += sum(layout.page_entries(page) * self._plan.groups[group].slices for page, group in match.restores)
 
         victims = sorted((s for s in self.running if s.request.priority < sequence.request.priority), key=_worth)
         if not self._could_fit(fresh, match, len(victims)):
             return False
         while len(self.running) >= self._config.max_seqs:
             self._preempt(victims.pop(), plan)
-        while fresh + self._pool.idle_among(match.pages) > self._pool.available:
+        found = match.device_pages
+        while fresh + self._pool.idle_among(found) > self._pool.available:
             if self.parked:
                 self._reclaim()
             else:
                 self._preempt(victims.pop(), plan)
 
-        self._pool.retain(match.pages)
-        sequence.table.append(match.pages)
+        self._pool.retain(found)
+        for table, pages in zip(sequence.tables, match.pages, strict=True):
+            table.append(pages)
+        self._pool.book.touch(found, sequence.request.priority)
         sequence.computed, sequence.nodes = hit_tokens, match.nodes
         self.waiting.remove(sequence)
         self.running.append(sequence)
         self._place(sequence, count, plan)
         if self._config.prefix_cache:
-            for key in sequence.keys(sequence.goal // self._page_tokens, self._page_tokens)[len(match.pages) :]:
+            for key in sequence.keys(layout.full_pages(sequence.goal))[hit_pages:]:
                 self._computing.setdefault(key, sequence)
         if sequence.request.cached_tokens is None:
             sequence.request.cached_tokens = hit_tokens
@@ -229,27 +245,33 @@ class Scheduler:
         """Whether a sequence fits once all parked sequences and the ``victims`` of least worth are out of the way."""
         if len(self.running) - victims >= self._config.max_seqs:
             return False
-        if fresh + self._pool.idle_among(match.pages) <= self._pool.available:
+        found = match.device_pages
+        if fresh + self._pool.idle_among(found) <= self._pool.available:
             return True
         staying = sorted(self.running, key=_worth)[: len(self.running) - victims]
-        held = np.unique(np.concatenate([match.pages, *(s.table.pages() for s in staying)]))
-        return fresh + len(held) <= self._pool.total_pages
+        held = np.unique(np.concatenate([found, *(table.pages() for s in staying for table in s.tables)]))
+        return fresh + int(self._pool.size[held[held > 0]].sum()) <= self._pool.most_units
 
     def _place(self, sequence: Sequence, count: int, plan: StepPlan) -> None:
         """Give a chunk its pages and put it in the plan."""
-        first = sequence.computed // self._page_tokens
-        if first < sequence.table.n_pages and sequence.table.copy_needed(first):
-            plan.copies.append(sequence.table.copy_on_write(first))
-        pages = -(-(sequence.computed + count) // self._page_tokens)
-        sequence.table.append(self._pool.allocate(max(0, pages - sequence.table.n_pages)))
+        layout = sequence.layout
+        first, last = layout.page_of(sequence.computed), layout.pages_for(sequence.computed + count)
+        for table in sequence.tables:
+            if first < table.n_pages and table.copy_needed(first):
+                plan.copies.append(table.copy_on_write(first))
+            self._extend(table, last, layout)
         plan.chunks.append(Chunk(sequence, sequence.computed, count))
         sequence.served_at = self._step
 
-    def _pages_for(self, sequence: Sequence, count: int) -> int:
-        """Pages that the next ``count`` tokens take from the pool: new ones, and one for a copy on write."""
-        first = sequence.computed // self._page_tokens
-        copied = first < sequence.table.n_pages and sequence.table.copy_needed(first)
-        return max(0, -(-(sequence.computed + count) // self._page_tokens) - sequence.table.n_pages) + copied
+    def _extend(self, table: BlockTable, last: int, layout: PageLayout) -> None:
+        """Let a table have ``last`` pages."""
+        if layout.uniform:
+            missing = last - table.n_pages
+            if missing > 0:
+                table.append(self._pool.allocate(missing, layout.page_entries(0) * table.slices, table.near))
+            return
+        for page in range(table.n_pages, last):
+            table.append(self._pool.allocate(1, layout.page_entries(page) * table.slices, table.near))
 
     def _preempt(self, sequence: Sequence, plan: StepPlan) -> None:
         """Preempt a sequence while planning: its chunk, if it has one, leaves the plan."""

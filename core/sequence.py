@@ -13,9 +13,11 @@ from numpy.typing import NDArray
 from octavo.core.block_table import BlockTable
 from octavo.core.config import SamplingParams
 from octavo.core.interfaces import SparseMethod
+from octavo.core.layer_groups import LayerPlan
 from octavo.core.outputs import TokenLogprobs
-from octavo.core.page_pool import PagePool
-from octavo.core.prefix_cache import NodeId, PageKey, Parent, PrefixCache, page_key
+from octavo.core.page_layout import PageLayout
+from octavo.core.page_pool import PagePool, Pages
+from octavo.core.prefix_cache import Node, PageKey, Parent, PrefixCache, page_key
 
 if TYPE_CHECKING:
     from octavo.core.detokenizer import Detokenizer
@@ -39,6 +41,7 @@ class SparseSpan(NamedTuple):
 class Request:
     """One prompt and its samples. ``unforked`` samples will branch off the first when the prompt is computed.
 
+    ``layout`` says how its tokens fall into pages.
     ``keep``, if given, takes the ended sequence over with its pages (a session's turn).
     """
 
@@ -50,6 +53,7 @@ class Request:
     arrival: int
     seed: int
     root: PageKey
+    layout: PageLayout
     unforked: int
     sequences: list[Sequence] = field(default_factory=list)
     cached_tokens: int | None = None
@@ -70,18 +74,20 @@ class Sequence:
                 [ dense: any chunk    | sparse: one token a step                 ]
 
     ``computed`` tokens have their KV in the pool. The scheduler lets it chase ``goal``; when it gets there the next
-    token is drawn. ``nodes`` are the prefix-cache nodes of the pages that are findable.
+    token is drawn. ``tables`` are its block tables, one for each group of layers; all have the same number of pages.
+    ``nodes`` are the prefix-cache nodes of its first pages, as far as they are full.
 
     Under a sparse method the tokens in ``sparse_spans`` are computed one at a time, each with its own selection, so
     that recomputing them after a preemption gives the KV that decoding gave. From the first of them on, the KV is
     shaped by the method, and the keys of its pages say so.
     """
 
-    def __init__(self, request: Request, sample: int, tokens: list[int], pool: PagePool) -> None:
+    def __init__(self, request: Request, sample: int, tokens: list[int], pool: PagePool, plan: LayerPlan) -> None:
         self.request = request
         self.sample = sample
         self.tokens = tokens
-        self.table = BlockTable(pool)
+        self.tables = [BlockTable(pool, group.slices) for group in plan.groups]
+        self._groups = plan.groups
         self.computed = 0
         self.served_at = -1
         self.sparse_spans: list[SparseSpan] = []
@@ -98,7 +104,16 @@ class Sequence:
         self.kv_bytes_read = 0
         self.digest_bytes_read = 0
         self._keys: list[PageKey] = []
-        self.nodes: list[NodeId] = []
+        self.nodes: list[Node] = []
+
+    @property
+    def table(self) -> BlockTable:
+        """The table of the first group of layers: those that see farthest."""
+        return self.tables[0]
+
+    @property
+    def layout(self) -> PageLayout:
+        return self.request.layout
 
     @property
     def seed(self) -> int:
@@ -142,79 +157,152 @@ class Sequence:
             limit = min(limit, self.logprobs_from - 1)
         return limit
 
-    def provenance(self, page: int, page_tokens: int) -> str:
+    def first_seen(self, group: int, position: int) -> int:
+        """The first page that a query at ``position`` sees in the layers of a group."""
+        return self.layout.page_of(self._groups[group].first_seen(position))
+
+    def units_for(self, count: int) -> int:
+        """Units that the next ``count`` tokens take from the pool: new pages, and one for a copy on write."""
+        layout, first = self.layout, self.layout.page_of(self.computed)
+        last = layout.pages_for(self.computed + count)
+        units = 0
+        for table in self.tables:
+            if last > table.n_pages:
+                units += (layout.first_entry(last) - layout.first_entry(table.n_pages)) * table.slices
+            if first < table.n_pages and table.copy_needed(first):
+                units += layout.page_entries(first) * table.slices
+        return units
+
+    def drop_unseen(self) -> None:
+        """Let go of the pages that no later token sees, since they lie behind a window."""
+        for number, table in enumerate(self.tables):
+            if self._groups[number].window:
+                table.drop_before(self.first_seen(number, self.computed))
+
+    def provenance(self, page: int) -> str:
         """How the KV of a full page came to be: "" is exact, otherwise the method that shaped some of it, and which of
         its tokens it computed (the same tokens may be a prompt here and an output there) from which seed."""
-        method, start, stop = self.request.method, page * page_tokens, (page + 1) * page_tokens
+        method, start, stop = self.request.method, self.layout.first_token(page), self.layout.end_token(page)
         if method is None or stop <= self.sparse_spans[0].start:
             return ""
         spans = [(max(a, start) - start, min(b, stop) - start, seed) for a, b, seed in self.sparse_spans]
         return f"{method.provenance} {[span for span in spans if span[0] < span[1]]}"
 
-    def page_tokens_array(self, page: int, page_tokens: int) -> NDArray[np.int32]:
-        return np.asarray(self.tokens[page * page_tokens : (page + 1) * page_tokens], np.int32)
+    def page_tokens(self, page: int) -> NDArray[np.int32]:
+        """Token ids of a full page."""
+        return np.asarray(self.tokens[self.layout.first_token(page) : self.layout.end_token(page)], np.int32)
 
-    def keys(self, pages: int, page_tokens: int) -> list[PageKey]:
+    def keys(self, pages: int) -> list[PageKey]:
         """Keys of the first ``pages`` pages; a page's key never changes once it is full."""
         while len(self._keys) < pages:
             page = len(self._keys)
             parent = self._keys[-1] if self._keys else self.request.root
-            tokens = self.page_tokens_array(page, page_tokens)
-            self._keys.append(page_key(parent, tokens, self.provenance(page, page_tokens)))
+            self._keys.append(page_key(parent, self.page_tokens(page), self.provenance(page)))
         return self._keys[:pages]
 
     def adopt_prefix(self, parent: Sequence) -> None:
         """Start where ``parent`` is: share its pages, its keys and what is known of its prompt."""
-        self.table = parent.table.fork()
+        self.tables = [table.fork() for table in parent.tables]
         self.computed = parent.computed
         self._keys, self.nodes = parent._keys.copy(), parent.nodes.copy()
 
     def inherit(self, previous: Sequence) -> None:
         """Take over the pages, and what is known of them, of a sequence that begins like this one."""
-        self.table, self.computed, self.nodes = previous.table, previous.computed, previous.nodes
+        self.tables, self.computed, self.nodes = previous.tables, previous.computed, previous.nodes
         self._keys = previous._keys[: len(previous.nodes)]
-        self.table.stale_from = 0
+        for table in self.tables:
+            table.stale_from = 0
 
-    def truncate(self, tokens: int, page_tokens: int) -> None:
+    def truncate(self, tokens: int) -> None:
         """Forget the KV past ``tokens``. A page that was full is let go of whole, since it may be findable or have a
-        digest, and must then keep what these say it holds."""
-        pages = -(-tokens // page_tokens)
-        if tokens % page_tokens and pages * page_tokens <= self.computed:
-            tokens, pages = (pages - 1) * page_tokens, pages - 1
-        self.table.truncate(pages)
+        digest, and must then keep what these say it holds. Where pages behind a window are gone that are seen again
+        from there, everything is let go of."""
+        layout, pages = self.layout, self.layout.pages_for(tokens)
+        if pages and tokens < layout.end_token(pages - 1) and layout.is_sealed_full(pages - 1, self.computed):
+            pages -= 1
+            tokens = layout.first_token(pages)
+        for number, table in enumerate(self.tables):
+            if tokens and table.first_page > self.first_seen(number, tokens):
+                self.rewind()
+                return
+        for table in self.tables:
+            table.truncate(pages)
         self.computed = tokens
         self.nodes = self.nodes[:pages]
         self._keys = self._keys[:pages]
 
     def rewind(self) -> None:
         """Give every page back; the tokens stay and will be computed again, or found in the prefix cache."""
-        self.table.release()
+        for table in self.tables:
+            table.release()
         self.computed = 0
         self.nodes = []
 
 
 class PrefixMatch(NamedTuple):
-    """Findable pages at the head of a sequence, their nodes, and the key of the first page that was not found."""
+    """Findable pages at the head of a sequence: their nodes, the pages of each group of layers (0 where nobody will
+    see them, or where they are in the host tier), and the key of the first page that was not found.
 
-    pages: NDArray[np.int32]
-    nodes: list[NodeId]
+    ``restores`` are (page number, group) of the pages to be brought back from the host tier.
+    """
+
+    nodes: list[Node]
+    pages: list[Pages]
+    restores: list[tuple[int, int]]
     missing: PageKey | None
 
+    @property
+    def device_pages(self) -> Pages:
+        """The pages that are on the device, of all groups."""
+        joined = np.concatenate(self.pages) if self.pages else np.empty(0, np.int32)
+        return joined[joined > 0]
 
-def match_prefix(sequence: Sequence, index: PrefixCache, page_tokens: int) -> PrefixMatch:
-    """Look a sequence up in the index. Changes nothing; the pages are not held."""
-    wanted = max(0, sequence.reusable_tokens()) // page_tokens
-    pages: list[int] = []
-    nodes: list[NodeId] = []
+
+def match_prefix(sequence: Sequence, index: PrefixCache, plan: LayerPlan) -> PrefixMatch:
+    """Look a sequence up in the index. Changes nothing; the pages are not held.
+
+    A prefix is found as far as its nodes are known and every group of layers has the pages that the next query will
+    see: all of them, or those that its window touches.
+    """
+    layout = sequence.layout
+    wanted = layout.full_pages(max(0, sequence.reusable_tokens()))
+    keys = sequence.keys(wanted)
+    nodes: list[Node] = []
     parent: Parent = sequence.request.root
-    missing = None
-    for number, key in enumerate(sequence.keys(wanted, page_tokens)):
-        tokens = sequence.page_tokens_array(number, page_tokens)
-        page = index.find(key, parent, tokens, sequence.provenance(number, page_tokens))
-        if page is None:
-            missing = key
+    for number, key in enumerate(keys):
+        node = index.find(key, parent, sequence.page_tokens(number), sequence.provenance(number))
+        if node is None:
             break
-        parent = index.node(page)
-        pages.append(page)
-        nodes.append(parent)
-    return PrefixMatch(np.asarray(pages, np.int32), nodes, missing)
+        nodes.append(node)
+        parent = node
+    found = _longest_kept(sequence, nodes, plan)
+    nodes = nodes[:found]
+    pages, restores = [], []
+    for number in range(len(plan.groups)):
+        start = sequence.first_seen(number, layout.first_token(found)) if found else 0
+        pages.append(np.array([0] * start + [node.page(number) for node in nodes[start:]], np.int32))
+        restores += [(page, number) for page in range(start, found) if not nodes[page].pages[number]]
+    return PrefixMatch(nodes, pages, restores, keys[found] if found < len(keys) else None)
+
+
+def _longest_kept(sequence: Sequence, nodes: list[Node], plan: LayerPlan) -> int:
+    """How many of the nodes' pages can be used: the largest number such that every group still has what is seen."""
+
+    def kept(page: int, group: int) -> bool:
+        return bool(nodes[page].pages[group] or nodes[page].host[group])
+
+    full = [number for number, group in enumerate(plan.groups) if not group.window]
+    windowed = [number for number, group in enumerate(plan.groups) if group.window]
+    found = next((page for page in range(len(nodes)) if not all(kept(page, group) for group in full)), len(nodes))
+    while found:
+        end = sequence.layout.first_token(found)
+        gone = [
+            page
+            for group in windowed
+            for page in range(sequence.first_seen(group, end), found)
+            if not kept(page, group)
+        ]
+        if not gone:
+            break
+        found = max(gone)
+    return found

@@ -61,7 +61,7 @@ class Session:
             raise ValueError("the session is empty; append something before a turn")
         request = engine._new_request(self.tokens.copy(), params, None, self._method, priority, self._salt)
         request.keep = self._take_back
-        sequence = TokenSequence(request, 0, request.prompt.copy(), engine._pool)
+        sequence = TokenSequence(request, 0, request.prompt.copy(), engine._pool, engine._plan)
         if self._method is not None:
             sequence.sparse_spans = [*self._spans, *sequence.sparse_spans]
         engine._enter(request, sequence)
@@ -70,7 +70,7 @@ class Session:
         if parked is not None and engine._scheduler.unpark(parked):
             sequence.inherit(parked)
             kept = min(sequence.computed, max(0, sequence.reusable_tokens()))  # some token's logits are still wanted
-            sequence.truncate(kept, engine.config.text_page_tokens)
+            sequence.truncate(kept)
             if engine._scheduler.run(sequence):
                 request.cached_tokens = sequence.computed
                 return request.request_id
@@ -91,7 +91,7 @@ class Session:
         twin._messages, twin._rendered = self._messages.copy(), self._rendered
         if self._parked is not None and self._parked in self._engine._scheduler.parked:
             request = self._parked.request
-            twin._parked = TokenSequence(request, self._parked.sample, self._parked.tokens.copy(), self._engine._pool)
+            twin._parked = TokenSequence(request, self._parked.sample, self._parked.tokens.copy(), self._engine._pool, self._engine._plan)
             twin._parked.adopt_prefix(self._parked)
             self._engine._scheduler.parked.append(twin._parked)
         return twin
@@ -114,7 +114,7 @@ class Session:
         common = prompt
         while common < min(len(self.tokens), len(sequence.tokens)) and self.tokens[common] == sequence.tokens[common]:
             common += 1
-        sequence.truncate(min(sequence.computed, common), self._engine.config.text_page_tokens)
+        sequence.truncate(min(sequence.computed, common))
         self._parked, self._busy = sequence, None
         if self._messages and sequence.detokenizer is not None:
             self._messages.append({"role": "assistant", "content": sequence.detokenizer.text})

@@ -11,6 +11,8 @@ from torch import Tensor
 from octavo.core.config import KV_DTYPES, EngineConfig
 from octavo.core.errors import CapacityError
 from octavo.core.interfaces import ModelSpec
+from octavo.core.layer_groups import LayerPlan
+from octavo.core.page_layout import PageLayout
 from octavo.core.page_pool import PagePool
 from octavo.kernels.layout import MAX_UNITS, pool_shape
 
@@ -51,11 +53,17 @@ def kv_dtype(config: EngineConfig, spec: ModelSpec) -> torch.dtype:
     return dtype
 
 
-def pool_pages(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, longest: int, device: torch.device) -> int:
-    """Text pages of the pool: what was asked for, or what the memory share and ``max_seqs`` sequences can use."""
+def pool_units(
+    config: EngineConfig, spec: ModelSpec, plan: LayerPlan, dtype: torch.dtype, longest: int, device: torch.device
+) -> int:
+    """Usable units of the pool: what was asked for, or what the memory share and ``max_seqs`` sequences can use.
+
+    ``pool_tokens`` tokens have room in every layer; where layers let go of what lies behind their window, more fit.
+    """
     page_tokens = config.text_page_tokens
+    page_units = page_tokens // config.unit_tokens * plan.slices
     if config.pool_tokens is not None:
-        return -(-config.pool_tokens // page_tokens)
+        return -(-config.pool_tokens // page_tokens) * page_units
     page_bytes = page_tokens * spec.kv_bytes_per_token(dtype.itemsize)
     if device.type == "cuda":
         memory = int(torch.cuda.mem_get_info(device)[0] * config.memory_fraction)
@@ -66,40 +74,50 @@ def pool_pages(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, longes
     pages = min(
         memory // page_bytes,
         config.max_seqs * -(-longest // page_tokens),
-        MAX_UNITS // (page_tokens // config.unit_tokens) - 1,
+        (MAX_UNITS - 1) // page_units,
     )
     if pages < 1:
         raise ValueError(
             f"a page of {page_tokens} tokens takes {page_bytes} bytes and memory_fraction={config.memory_fraction} "
             f"leaves {memory}; raise memory_fraction, or set pool_tokens"
         )
-    return pages
+    return pages * page_units
 
 
 def allocate_pool(
-    config: EngineConfig, spec: ModelSpec, units: int, dtype: torch.dtype, device: torch.device
+    config: EngineConfig, spec: ModelSpec, plan: LayerPlan, units: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
     """The pool's memory, uninitialised; on a CPU the system commits it as it is touched."""
     if units >= MAX_UNITS:
         raise ValueError(f"a pool of {units} units is more than the {MAX_UNITS - 1} that a table entry can name")
-    shape = pool_shape(units, spec.layers, spec.kv_heads, config.unit_tokens, spec.head_dim)
+    shape = pool_shape(units, plan.unit_layers, spec.kv_heads, config.unit_tokens, spec.head_dim)
     return torch.empty(shape, dtype=dtype, device=device)
 
 
-def check_fits(config: EngineConfig, prompt: int, required: int, longest: int, pool: PagePool) -> None:
+def check_fits(
+    layout: PageLayout, plan: LayerPlan, prompt: int, required: int, longest: int, pool: PagePool
+) -> None:
     """Refuse a request of which ``required`` new tokens can never be had, whoever else is served.
 
-    The last token's KV is never stored, so ``prompt + required - 1`` slots are needed.
+    The last token's KV is never stored, so ``prompt + required - 1`` slots are needed: all of them in layers that see
+    everything, and what a window can touch in the others.
     """
     if prompt + required > longest:
         raise CapacityError(
             f"a prompt of {prompt} tokens and {required} new ones are {prompt + required} tokens, and a sequence "
             f"may have {longest}; shorten the prompt or raise max_model_tokens"
         )
-    page_tokens = config.text_page_tokens
-    pages = -(-(prompt + required - 1) // page_tokens)
-    if pages > pool.total_pages:
+    stored = prompt + required - 1
+    pages = layout.pages_for(stored)
+    units = 0
+    for group in plan.groups:
+        first = layout.page_of(group.first_seen(stored - 1))
+        units += (layout.first_entry(pages) - layout.first_entry(first)) * group.slices
+    if units > pool.most_units:
+        page_tokens = layout.page_slots(pages - 1)
+        slots = units * layout.unit_tokens // plan.slices
         raise CapacityError(
             f"a prompt of {prompt} tokens and {required} new ones need {pages} pages of {page_tokens} tokens, and the "
-            f"pool has {pool.total_pages}; raise pool_tokens to at least {pages * page_tokens}"
+            f"pool has {pool.most_units * layout.unit_tokens // plan.slices // page_tokens}; raise pool_tokens to at "
+            f"least {slots}"
         )

@@ -1,10 +1,9 @@
 """Interchangeable policies, one a file, found by the name that a config gives."""
 
-from octavo.core.policies.lru import LeastRecentlyUsed
+from octavo.core.policies.evictions import EVICTIONS
 from octavo.core.policies.page_size import FixedPages
 from octavo.core.policies.stack import StackAllocator
 
 ALLOCATORS = {"stack": StackAllocator}
-EVICTIONS = {"lru": LeastRecentlyUsed}
 
-__all__ = ["ALLOCATORS", "EVICTIONS", "FixedPages", "LeastRecentlyUsed", "StackAllocator"]
+__all__ = ["ALLOCATORS", "EVICTIONS", "FixedPages"]
