@@ -99,8 +99,7 @@ class PageLayout:
             return self
         longer = copy(self)
         longer._extents = self._extents[:-1]
-        if tokens > last.start:
-            longer._append(tokens - last.start, last.page_tokens)
+        longer._append(tokens - last.start, last.page_tokens)
         for segment in _closed(segments):
             longer._append(segment.tokens, _page_tokens(segment, self._policies))
         longer._open()
@@ -166,7 +165,7 @@ class PageLayout:
         """Valid counts of the first ``entries_for(tokens)`` entries, int32.
 
         A unit counts as full unless its page is sealed with fewer tokens, or none, in it; the row's length
-        (``stored_slots``) cuts what is not stored yet. So an entry's count never changes, however many tokens there are.
+        (``stored_slots``) cuts what is not stored yet. So an entry's count never changes.
         """
         valid = np.full(self.entries_for(tokens), self.unit_tokens, np.int32)
         for extent in self._between(0, tokens):
@@ -188,7 +187,7 @@ class PageLayout:
         return positions
 
     def is_sealed_full(self, page: int, computed: int) -> bool:
-        """Whether all tokens of a page are among the first ``computed``, and it can get no more: it may be published."""
+        """Whether the first ``computed`` tokens include all that a page can ever hold: it may be published."""
         return self.end_token(page) <= computed
 
     def full_pages(self, tokens: int) -> int:
