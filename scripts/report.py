@@ -27,6 +27,11 @@ HEADINGS = {
     "edit_similarity_vs_dense": "vs dense",
     "accuracy": "accuracy",
     "perplexity": "perplexity",
+    "page_tokens": "page",
+    "formula_tokens": "formula",
+    "pages_per_sequence": "pages a sequence",
+    "waste_percent": "waste %",
+    "predicted_waste_percent": "predicted %",
     "kv_bytes_per_token": "KV read a token",
     "predicted_kv_bytes_per_token": "predicted",
     "digest_bytes_per_token": "to choose",
@@ -34,6 +39,8 @@ HEADINGS = {
     "device_bytes_peak": "device peak",
     "seconds": "seconds",
     "tokens_per_s": "tokens/s",
+    "host_ms_per_step": "host ms a step",
+    "step_p99_ms": "p99 step ms",
     "octavo_ratio": "octavo is x times as fast",
     "percent_of_floor": "% of floor",
     "identical": "identical",
@@ -43,7 +50,7 @@ HEADINGS = {
 }
 """The columns that a reader looks at first, and what they are called there; all others keep their key."""
 
-LABELS = ("name", "method", "task")
+LABELS = ("name", "method", "task", "policy")
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 72rem; padding: 0 1rem; color: #222 }

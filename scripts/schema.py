@@ -215,6 +215,45 @@ class Devices(Config):
                 )
 
 
+@dataclass
+class PageSize(Config):
+    """page_sizes: text pages to sweep. largest_page: no rule's page is larger. requests: how many of the workload to
+    serve at once. repeats: rounds in which all sizes take turns, one with a limit. Offline: text_tokens is the mean
+    length of texts, images are tokens of an image, sequences is the number of prompts of each kind."""
+
+    page_sizes: list[int] = field(default_factory=lambda: [8, 16, 24, 32, 48, 64, 128])
+    largest_page: int = 256
+    requests: int = 12
+    repeats: int = 3
+    text_tokens: int = 400
+    images: list[int] = field(default_factory=lambda: [64, 144, 576])
+    sequences: int = 200
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for key in ("requests", "repeats", "text_tokens", "sequences"):
+            at_least(key, getattr(self, key), 1)
+        at_least("largest_page", self.largest_page, 8)
+        for key in ("page_sizes", "images"):
+            values = getattr(self, key)
+            for value in values:
+                at_least(key, value, 1)
+                if values.count(value) > 1:
+                    raise ConfigError(f"{key} lists {value} twice")
+        if len(self.page_sizes) < 2:
+            raise ConfigError(
+                f"page_sizes={self.page_sizes}: what a page costs is a slope over at least two sizes; "
+                "give more, for instance page_sizes=[16,64]"
+            )
+        given = [
+            f"engine.{key}={getattr(self.engine, key)}"
+            for key in ("page_tokens", "page_policies")
+            if getattr(self.engine, key) != getattr(EngineSettings(), key)
+        ]
+        if given:
+            raise ConfigError(f"{given[0]}: this experiment sets the text page itself, as in page_sizes=[16,32]")
+
+
 def _each_once(key: str, names: list[str], known: tuple[str, ...]) -> None:
     for name in names:
         one_of(key, name, known)
@@ -226,6 +265,7 @@ EXPERIMENTS: dict[str, type[Config]] = {
     "code_completion": CodeCompletion,
     "devices": Devices,
     "generate": Generate,
+    "page_size": PageSize,
     "throughput": Throughput,
 }
 """Experiment -> its keys. ``octavo.scripts.experiments.<name>.run(cfg, run)`` is its function."""
