@@ -47,6 +47,13 @@ HEADINGS = {
     "near_ties": "near ties",
     "mismatches": "mismatches",
     "logprob_difference_max": "log-prob. difference",
+    "chunk_bytes": "growth step",
+    "grow_us": "µs to grow",
+    "grow_us_max": "at most",
+    "shrink_us": "µs to shrink",
+    "committed_bytes_mean": "committed",
+    "committed_bytes_min": "at least",
+    "committed_ratio": "committed / needed",
 }
 """The columns that a reader looks at first, and what they are called there; all others keep their key."""
 

@@ -254,6 +254,32 @@ class PageSize(Config):
             raise ConfigError(f"{given[0]}: this experiment sets the text page itself, as in page_sizes=[16,32]")
 
 
+@dataclass
+class Elastic(Config):
+    """pool_mib: the pool at its largest. chunk_mib: growth steps to compare. base_share: of the pool, there from the
+    start. repeats: rounds in which all pools take turns."""
+
+    pool_mib: int = 1024
+    chunk_mib: list[int] = field(default_factory=lambda: [16, 64, 256])
+    base_share: float = 0.6
+    repeats: int = 3
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least("pool_mib", self.pool_mib, 1)
+        at_least("repeats", self.repeats, 1)
+        if not 0.0 < self.base_share <= 1.0:
+            raise ConfigError(f"base_share={self.base_share}: must be more than 0 and at most 1")
+        if not self.chunk_mib:
+            raise ConfigError("chunk_mib is empty; give at least one growth step, for instance chunk_mib=[64]")
+        for size in self.chunk_mib:
+            at_least("chunk_mib", size, 1)
+            if size > self.pool_mib:
+                raise ConfigError(f"chunk_mib={size}: a growth step larger than the pool, pool_mib={self.pool_mib}")
+            if self.chunk_mib.count(size) > 1:
+                raise ConfigError(f"chunk_mib lists {size} twice")
+
+
 def _each_once(key: str, names: list[str], known: tuple[str, ...]) -> None:
     for name in names:
         one_of(key, name, known)
@@ -264,6 +290,7 @@ def _each_once(key: str, names: list[str], known: tuple[str, ...]) -> None:
 EXPERIMENTS: dict[str, type[Config]] = {
     "code_completion": CodeCompletion,
     "devices": Devices,
+    "elastic": Elastic,
     "generate": Generate,
     "page_size": PageSize,
     "throughput": Throughput,
