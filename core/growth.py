@@ -46,7 +46,7 @@ class Growth:
         Raises:
             ValueError: a growth step larger than the pool.
         """
-        base = max(math.ceil(round(self.base_share * pages, 6)), 1)  # 0.6 * 5 is a hair above 3 and means 3
+        base = max(math.ceil(round(self.base_share * pages, 6)), 1)  # 0.55 * 100 is a hair above 55
         if self.chunk_tokens is None:
             chunk = max(min(CHUNK_BYTES // page_bytes, pages - base), 1)
         else:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from octavo.core.elastic import pool_memory
 from octavo.core.growth import Growth
-from octavo.core.virtual_memory import DeviceRange, DriverError
+from octavo.core.virtual_memory import DeviceRange, DriverError, PlainRange
 
 UNIT = (2, 2, 1, 4, 8)
 UNIT_BYTES = 512  # of float32
@@ -393,11 +393,15 @@ CALLS = (
 
 class TestFailures:
     @pytest.mark.parametrize("name", CALLS)
-    def test_a_pool_that_cannot_be_mapped_is_allocated_whole(self, name, driver, no_card, caplog):
+    def test_a_pool_that_cannot_be_mapped_is_allocated_whole(self, name, driver, no_card, caplog, monkeypatch):
+        def allocate(*arguments):
+            assert not driver.mapped and not driver.reserved, "memory is held twice"
+            return PlainRange(*arguments)
+
+        monkeypatch.setattr("octavo.core.elastic.PlainRange", allocate)
         driver.failing[name] = (0, "CUDA_ERROR_UNKNOWN")
         memory = device_pool()
         assert driver.calls[name] and not memory.elastic
-        assert not driver.mapped and not driver.reserved
         assert len(driver.handles) == (name == "cuMemRelease"), "only what could not be released is left"
         assert memory.reason == f"{name} failed: CUDA_ERROR_UNKNOWN (text of CUDA_ERROR_UNKNOWN)"
         assert memory.reason in caplog.text
@@ -467,8 +471,8 @@ class TestGrowth:
         [
             (Growth(), 1000, (1200, 512, 2000)),  # steps of 256 MiB
             (Growth(), 100, (120, 80, 200)),  # the rest is less than that
-            (Growth(), 5, (6, 4, 10)),  # 0.6 * 5 is 3 pages, not 4
-            (Growth(), 4, (6, 2, 8)),
+            (Growth(), 4, (6, 2, 8)),  # the base is rounded up
+            (Growth(0.55), 100, (110, 90, 200)),  # 0.55 * 100 is a hair above 55, and means 55
             (Growth(), 1, (2, 2, 2)),
             (Growth(base_share=1.0), 7, (14, 2, 14)),
             (Growth(base_share=1e-9), 7, (2, 12, 14)),
@@ -506,7 +510,7 @@ class TestCard:
     """Units of 1 MiB under the real driver."""
 
     def free_bytes(self):
-        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
         return torch.cuda.mem_get_info()[0]
 
     def test_contents_and_address_survive_and_memory_goes_back(self):
@@ -517,10 +521,12 @@ class TestCard:
         assert memory.grow(2048) == 2048
         tensor[65:] = 2.0
         assert memory.tensor.data_ptr() == tensor.data_ptr()
-        assert before - self.free_bytes() == 1984 * MIB
+        assert before - self.free_bytes() == pytest.approx(1984 * MIB, abs=32 * MIB)  # and code of kernels
         assert (tensor[:65] == 1.0).all() and (tensor[65:] == 2.0).all()
-        assert memory.shrink(64) == 64 and self.free_bytes() == before
+        assert memory.shrink(64) == 64
+        assert self.free_bytes() == pytest.approx(before, abs=32 * MIB)
         assert (tensor[:65] == 1.0).all()
+        before = self.free_bytes()
         memory.close()
         assert self.free_bytes() - before == 66 * MIB  # 65 units, rounded up to 2 MiB
 
@@ -528,6 +534,7 @@ class TestCard:
         memory = pool(base=2, most=64, chunk=2, shape=WIDE, device="cuda")
         total = torch.zeros((), device="cuda")
         memory.tensor[:3] = 1.0
+        total.copy_(memory.tensor[:3].sum())  # loads the kernels
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             total.copy_(memory.tensor[:3].sum())
