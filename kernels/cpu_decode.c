@@ -35,7 +35,7 @@ static inline float widen(element x) {
 // The fields of Args in cpu_native.py, in the same order. Strides are in elements; no table has a layer axis here.
 typedef struct {
     const float *q;          // [batch, kv_heads, GROUP, DIM], scaled
-    const element *pool;     // [units + 1, layers, 2, kv_heads, unit_tokens, DIM]
+    const element *pool;     // [units, layers, 2, kv_heads, unit_tokens, DIM]
     const int32_t *table;    // [batch, 1 or kv_heads, entries]
     const int32_t *lengths;  // [batch, 1 or kv_heads]
     const int32_t *unit_pos; // as table, or NULL
@@ -44,7 +44,7 @@ typedef struct {
     float *out;              // [batch, kv_heads, GROUP, DIM]
     float *lse;              // [batch, kv_heads, GROUP] or NULL
     float *mass;             // [batch, kv_heads, entries], zeros, or NULL
-    int64_t batch, layers, layer, kv_heads, unit_tokens, entries, window;
+    int64_t batch, units, layers, layer, kv_heads, unit_tokens, entries, window;
     int64_t table_row, table_head, lengths_row, lengths_head, unit_pos_row, unit_pos_head;
     double softcap;
 } Args;
@@ -69,7 +69,8 @@ typedef struct {
 static inline Seen seen(const Args *a, const Row *row, int64_t entry) {
     int64_t run = a->unit_tokens * DIM, unit = row->table[entry] >> ID_SHIFT;
     int64_t start = row->unit_pos ? row->unit_pos[entry] : entry * a->unit_tokens;
-    int64_t filled = MIN(row->table[entry] & VALID_MASK, row->length - entry * a->unit_tokens);
+    int64_t valid = MIN(row->table[entry] & VALID_MASK, a->unit_tokens);
+    int64_t filled = MIN(valid, row->length - entry * a->unit_tokens);
     Seen s;
     s.k = row->pool + unit * a->layers * 2 * a->kv_heads * run;
     s.v = s.k + a->kv_heads * run;
@@ -83,16 +84,17 @@ static inline void prefetch(const element *slot) {
     for (size_t byte = 0; byte < DIM * sizeof(element); byte += 64) __builtin_prefetch((const char *)slot + byte);
 }
 
-// e^x for x <= 0 to fp32 rounding, in a form that compilers vectorise: 2^whole times the Taylor series of 2^part.
+// e^x for x <= 0 to fp32 rounding, in a form that compilers vectorise: 2^whole times the Taylor series of 2^part. NaN
+// stays NaN.
 static inline float exponential(float x) {
     static const float series[] = {1.f,           0.69314718f,   0.24022651f,    0.055504109f,
                                    0.0096181291f, 0.0013333558f, 0.00015403530f, 1.5252734e-05f};
     x *= 1.44269504f;
-    x = x > -126.f ? x : -126.f;
-    int32_t whole = (int32_t)(x - 0.5f);
-    float part = x - (float)whole, power = series[7];
+    x = x < -126.f ? -126.f : x;
+    union { float value; uint32_t bits; } whole = {x + 0x1.8p23f}; // so large that its last bit counts ones
+    float part = x - (whole.value - 0x1.8p23f), power = series[7];
     for (int i = 6; i >= 0; i--) power = power * part + series[i];
-    union { int32_t bits; float value; } scale = {(whole + 127) << 23};
+    union { uint32_t bits; float value; } scale = {(whole.bits + 127) << 23};
     return power * scale.value;
 }
 
@@ -121,8 +123,9 @@ static void attend(const Args *a, const Row *row, const float *q, int64_t begin,
             for (int64_t i = 0; i < n; i++) p[g][i] = cap * tanhf(p[g][i] / cap);
 #pragma omp simd reduction(max : top)
         for (int64_t i = 0; i < n; i++) top = MAX(top, p[g][i]);
+        float base = top > -INFINITY ? top : 0; // minus infinity less itself is NaN, which only NaN shall give
 #pragma omp simd
-        for (int64_t i = 0; i < n; i++) p[g][i] = exponential(p[g][i] - top);
+        for (int64_t i = 0; i < n; i++) p[g][i] = exponential(p[g][i] - base);
 #pragma omp simd reduction(+ : total)
         for (int64_t i = 0; i < n; i++) total += p[g][i];
         out->top[g] = top;
@@ -150,29 +153,29 @@ static void combine(const Args *a, int64_t r, const Row *row, int64_t pieces, in
                     const float *shares) {
     for (int g = 0; g < GROUP; g++) {
         float *out = a->out + (r * GROUP + g) * DIM;
-        float sink = a->sinks ? a->sinks[r % a->kv_heads * GROUP + g] : -INFINITY, top = sink, total = 0;
+        float sink = a->sinks ? a->sinks[r % a->kv_heads * GROUP + g] : -INFINITY, top = sink;
         for (int64_t i = 0; i < pieces; i++) top = MAX(top, parts[i].top[g]);
+        float base = top > -INFINITY ? top : 0, total = expf(sink - base);
         memset(out, 0, DIM * sizeof *out);
-        if (top > -INFINITY) {
-            total = expf(sink - top);
-            for (int64_t i = 0; i < pieces; i++) {
-                float weight = expf(parts[i].top[g] - top);
-                total += weight * parts[i].total[g];
-                for (int d = 0; d < DIM; d++) out[d] += weight * parts[i].value[g][d];
-            }
+        for (int64_t i = 0; i < pieces; i++) {
+            float weight = expf(parts[i].top[g] - base);
+            total += weight * parts[i].total[g];
+            for (int d = 0; d < DIM; d++) out[d] += weight * parts[i].value[g][d];
+        }
+        if (total != 0) { // so too where it is NaN, whatever the maximum of NaN came to
             for (int d = 0; d < DIM; d++) out[d] /= total;
             if (a->mass)
                 for (int64_t entry = row->begin; entry < row->end; entry++) {
                     int64_t i = (entry - row->begin) / per_piece;
                     a->mass[r * a->entries + entry] +=
-                        expf(parts[i].top[g] - top) / total * shares[(entry - row->begin) * GROUP + g] / GROUP;
+                        expf(parts[i].top[g] - base) / total * shares[(entry - row->begin) * GROUP + g] / GROUP;
                 }
         }
-        if (a->lse) a->lse[r * GROUP + g] = top > -INFINITY ? top + logf(total) : -INFINITY;
+        if (a->lse) a->lse[r * GROUP + g] = base + logf(total);
     }
 }
 
-// 0, or -1 where there is no memory for the partial sums.
+// 0; -1 where there is no memory for the partial sums; -2 where a length reaches past its table, or an entry past the pool.
 int decode(const Args *a) {
     int64_t rows = a->batch * a->kv_heads, per_piece = PIECE / a->unit_tokens, pieces = 0;
     Row *row = malloc((rows + 1) * sizeof *row);
@@ -183,10 +186,17 @@ int decode(const Args *a) {
         x.unit_pos = a->unit_pos ? a->unit_pos + b * a->unit_pos_row + h * a->unit_pos_head : NULL;
         x.length = a->lengths[b * a->lengths_row + h * a->lengths_head];
         x.pool = a->pool + (a->layer * 2 * a->kv_heads + h) * unit * DIM;
+        int outside = x.length < 0 || x.length > a->entries * unit;
         x.end = (x.length + unit - 1) / unit;
         if (!x.unit_pos) { // stored order is logical order
-            x.end = MIN(x.end, x.q_pos / unit + 1);
+            x.end = x.q_pos < 0 ? 0 : MIN(x.end, x.q_pos / unit + 1);
             x.begin = a->window ? MIN(x.end, MAX(0, x.q_pos - a->window + 1) / unit) : 0;
+        }
+        for (int64_t entry = x.begin; !outside && entry < x.end; entry++)
+            outside = (x.table[entry] & VALID_MASK) && (uint64_t)(x.table[entry] >> ID_SHIFT) >= (uint64_t)a->units;
+        if (outside) {
+            free(row);
+            return -2;
         }
         pieces += (x.end - x.begin + per_piece - 1) / per_piece;
         row[r] = x;

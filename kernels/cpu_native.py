@@ -21,11 +21,12 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.cache_dir import cache_dir
-from octavo.kernels.layout import ID_SHIFT, VALID_MASK
+from octavo.kernels.layout import ID_SHIFT, MAX_UNIT_TOKENS, VALID_MASK
 
 SOURCE = Path(__file__).with_name("cpu_decode.c")
 FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fPIC", "-shared")
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
+NO_MEMORY = -1
 
 _log = logging.getLogger(__name__)
 
@@ -36,8 +37,9 @@ class Args(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("q", "pool", "table", "lengths", "unit_pos", "q_pos", "sinks")),
         *((name, ctypes.c_void_p) for name in ("out", "lse", "mass")),
-        *((name, ctypes.c_int64) for name in ("batch", "layers", "layer", "kv_heads", "unit_tokens", "entries")),
-        *((name, ctypes.c_int64) for name in ("window", "table_row", "table_head", "lengths_row", "lengths_head")),
+        *((name, ctypes.c_int64) for name in ("batch", "units", "layers", "layer", "kv_heads")),
+        *((name, ctypes.c_int64) for name in ("unit_tokens", "entries", "window")),
+        *((name, ctypes.c_int64) for name in ("table_row", "table_head", "lengths_row", "lengths_head")),
         *((name, ctypes.c_int64) for name in ("unit_pos_row", "unit_pos_head")),
         ("softcap", ctypes.c_double),
     )
@@ -61,14 +63,15 @@ def decode(
     """``reference.decode``; None where this machine cannot compile it for the pool's type and shape."""
     batch, q_heads, dim = q.shape
     layers, kv_heads, unit_tokens = pool.shape[1], pool.shape[3], pool.shape[4]
-    function = _function(pool.dtype, dim, q_heads // kv_heads)
+    function = _function(pool.dtype, dim, q_heads // kv_heads) if _is_plain(q, pool, layer) else None
     if function is None:
         return None
-    query = q.to(torch.float32, memory_format=torch.contiguous_format) * scale
+    query = (q.float() * scale).contiguous()  # a product has the strides of q, whatever they are
     out = torch.empty_like(query)
     lse = query.new_empty((batch, q_heads) if want_lse else (0,))
     mass = query.new_zeros((batch, kv_heads, table.shape[3]) if want_mass else (0,))
     sinks = None if sinks is None else sinks.float().contiguous()
+    q_pos = q_pos.int().contiguous()
     table, table_strides = _of_layer(table, layer)
     lengths, lengths_strides = _of_layer(lengths, layer)
     unit_pos, unit_pos_strides = (None, (0, 0)) if unit_pos is None else _of_layer(unit_pos, layer)
@@ -84,6 +87,7 @@ def decode(
         lse=lse.data_ptr() if want_lse else None,
         mass=mass.data_ptr() if want_mass else None,
         batch=batch,
+        units=len(pool),
         layers=layers,
         layer=layer,
         kv_heads=kv_heads,
@@ -98,14 +102,32 @@ def decode(
         unit_pos_head=unit_pos_strides[1],
         softcap=softcap,
     )
-    if function(ctypes.byref(args)):
+    failed = function(ctypes.byref(args))
+    if failed == NO_MEMORY:
         raise MemoryError(f"no memory for the partial sums of {batch} sequences in a CPU decode")
+    if failed:
+        raise IndexError(
+            f"a length past a table of {table.shape[2]} entries, or an entry past a pool of {len(pool)} units"
+        )
     return torch.empty_like(q).copy_(out), lse, mass
+
+
+def _is_plain(q: Tensor, pool: Tensor, layer: int) -> bool:
+    """Whether C may take these addresses at their word; torch reads the rest, or says what is wrong with it."""
+    return (
+        pool.is_cpu
+        and pool.is_contiguous()
+        and pool.dtype in TYPES
+        and pool.shape[4] <= MAX_UNIT_TOKENS
+        and q.shape[1] % pool.shape[3] == 0
+        and q.shape[2] == pool.shape[5]
+        and 0 <= layer < pool.shape[1]
+    )
 
 
 def _of_layer(x: Tensor, layer: int) -> tuple[Tensor, tuple[int, int]]:
     """One layer of ``x [1 or L, B, 1 or Hkv, ...]``, entries side by side, and its strides over rows and heads."""
-    x = x[min(layer, x.shape[0] - 1)]
+    x = x[min(layer, x.shape[0] - 1)].int()
     if x.dim() == 3 and x.stride(2) != 1:
         x = x.contiguous()
     return x, (x.stride(0), x.stride(1) if x.shape[1] > 1 else 0)

@@ -1,0 +1,150 @@
+"""The compiled CPU decode: what it must not read, and what it must say."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from kernel_cases import Case, build, check
+
+from octavo.kernels import cpu, cpu_native, reference
+from octavo.kernels.layout import ID_SHIFT, entry_units, pack_entries
+
+pytestmark = pytest.mark.skipif(not cpu_native._compiler(), reason="there is no C compiler")
+
+CASE = Case("native", (20, 37), mass=True)
+
+
+def inputs_of(case=CASE, **changes):
+    inputs = build(case, torch.float32)
+    return replace(inputs, **{name: change(getattr(inputs, name)) for name, change in changes.items()})
+
+
+def agrees(inputs):
+    """The compiled decode gives what the reference gives, NaN included."""
+    got, want = cpu_native.decode(*inputs.args()), reference.decode(*inputs.args())
+    assert got is not None
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5, equal_nan=True)
+
+
+def set_element(where, value):
+    def change(x):
+        x[where] = value
+        return x
+
+    return change
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("kv", [0, 1], ids=["k", "v"])
+@pytest.mark.parametrize("case", [CASE, Case("native-long", (900, 3), mass=True)], ids=lambda case: case.name)
+def test_what_a_query_sees_shows(case, kv, value):
+    """NaN in one token that a query sees is NaN in its output, not a token of weight zero; in its own row alone."""
+    inputs = inputs_of(case)
+    unit = int(entry_units(inputs.table)[0, 0, 0, 0])
+    inputs.pool[unit, :, kv, 0, 3] = value
+    agrees(inputs)
+    out = cpu_native.decode(*inputs.args())[0]
+    assert not out[0, :2].isfinite().any() and out[0, 2:].isfinite().all() and out[1].isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["q", "sinks"])
+def test_nan_in_queries_and_sinks_shows(name):
+    agrees(inputs_of(Case("native-sinks", (20, 37), mass=True, sinks=True), **{name: lambda x: x * torch.nan}))
+
+
+@pytest.mark.parametrize("units", [slice(None), slice(0, 20)], ids=["all", "some-pieces"])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_scores_of_minus_infinity(units, sinks):
+    """They have no weight, in a whole piece of a row as in a whole row."""
+    inputs = inputs_of(Case("native-minus-infinity", (700, 5), mass=True, sinks=sinks))
+    inputs.q[..., 0] = 1.0
+    inputs.pool[entry_units(inputs.table[0, :, 0, units]).flatten(), :, 0, :, :, 0] = -torch.inf
+    agrees(inputs)
+
+
+@pytest.mark.parametrize("stored", [False, True])
+@pytest.mark.parametrize("window", [0, 7, 2**62])
+def test_query_far_before_its_sequence(stored, window):
+    """It sees nothing, and no row pays for it."""
+    case = Case("native-behind", (3000, 40), page=1, stored=stored, window=window, mass=True)
+    inputs = inputs_of(case, q_pos=set_element(0, -2000))
+    agrees(inputs)
+    assert not cpu_native.decode(*inputs.args())[0][0].any()
+
+
+def test_valid_count_over_the_unit():
+    """A unit ends where it ends, whatever its entry says."""
+    agrees(inputs_of(Case("native-valid", (64, 64), page=8, mass=True), table=lambda table: table | 64))
+
+
+LAYOUTS = {
+    "transposed-q": {"q": lambda q: q.transpose(0, 1).contiguous().transpose(0, 1)},
+    "strided-positions": {"q_pos": lambda x: torch.stack([x, x - 9], 1)[:, 0]},
+    "strided-table": {"table": lambda x: x.transpose(2, 3).contiguous().transpose(2, 3)},
+    "strided-lengths": {"lengths": lambda x: torch.stack([x, x - 9], 3)[..., 0]},
+    **{f"int64-{name}": {name: torch.Tensor.long} for name in ("q_pos", "table", "lengths", "unit_pos")},
+}
+
+
+@pytest.mark.parametrize("changes", LAYOUTS.values(), ids=LAYOUTS)
+def test_layout_of_the_arguments(changes):
+    for stored in (False, True) if "unit_pos" not in changes else (True,):
+        agrees(inputs_of(Case("native-strides", (20, 37, 5), tables="head", stored=stored, mass=True), **changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"lengths": lambda x: x + 3 * 16 + 64},
+        {"lengths": lambda x: x - 40},
+        {"table": set_element((0, 0, 0, 0), int(pack_entries(torch.tensor((1 << 31 - ID_SHIFT) - 1), 16)))},
+        {"table": set_element((0, 0, 0, 0), -1)},
+    ],
+    ids=["length-past-the-table", "length-below-zero", "unit-past-the-pool", "unit-below-zero"],
+)
+def test_nothing_outside_is_read(changes):
+    with pytest.raises(IndexError, match="past a table of"):
+        cpu.decode(*inputs_of(**changes).args())
+
+
+@pytest.mark.parametrize("pool", [torch.Tensor.double, lambda x: x.repeat_interleave(8, 4)], ids=["fp64", "unit-128"])
+def test_torch_decodes_other_pools(pool):
+    inputs = inputs_of(pool=pool)
+    assert cpu_native.decode(*inputs.args()) is None
+    check(cpu.decode(*inputs.args()), reference.decode(*inputs.args()), torch.float32)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"pool": lambda x: x.mT.contiguous().mT}, {"q": lambda q: q[..., :32]}, {"q": lambda q: q[:, :3]}],
+    ids=["strided-pool", "head-size", "heads"],
+)
+def test_torch_refuses_the_rest(changes):
+    with pytest.raises(RuntimeError):
+        cpu.decode(*inputs_of(**changes).args())
+
+
+@pytest.mark.parametrize("unit", [1, 3, 5, 7, 31, 48, 63])
+def test_units_of_any_size(unit):
+    """A unit is a power of two today; nothing in C needs it to be."""
+    inputs = build(Case("native-unit", (0, 1, 300), page=64, mass=True), torch.float32)
+    units = -(-300 // unit)
+    pool = torch.full((1 + units, *inputs.pool.shape[1:4], unit, inputs.pool.shape[5]), torch.nan)
+    pool[1:] = torch.randn(pool[1:].shape, generator=torch.Generator().manual_seed(0))
+    pool[-1, ..., 300 - (units - 1) * unit :, :] = torch.nan
+    table = pack_entries(torch.arange(1, units + 1), unit).expand(1, 3, 1, units)
+    agrees(replace(inputs, pool=pool, table=table))
+
+
+def test_threads_change_no_bit():
+    inputs = inputs_of(Case("native-threads", (0, 1, 900, 40), mass=True))
+    before = torch.get_num_threads()
+    try:
+        results = []
+        for threads in (1, 2, 4, 64):
+            torch.set_num_threads(threads)
+            results.append(cpu_native.decode(*inputs.args()))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
