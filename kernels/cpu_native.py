@@ -11,6 +11,7 @@ import ctypes
 import hashlib
 import logging
 import os
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -27,6 +28,7 @@ SOURCE = Path(__file__).with_name("cpu_decode.c")
 FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fPIC", "-shared")
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
 NO_MEMORY = -1
+DIGEST = hashlib.sha256
 
 _log = logging.getLogger(__name__)
 
@@ -136,17 +138,18 @@ def _of_layer(x: Tensor, layer: int) -> tuple[Tensor, tuple[int, int]]:
 @cache
 def _function(dtype: torch.dtype, dim: int, group: int) -> ctypes._CFuncPtr | None:  # type: ignore[name-defined]
     """The compiled ``decode`` for a pool type, head size and group size; None, said once, where it cannot be made."""
-    compiler = _compiler()
-    if compiler is None:
-        return None
     sizes = {"TYPE": TYPES.index(dtype), "DIM": dim, "GROUP": group, "ID_SHIFT": ID_SHIFT, "VALID_MASK": VALID_MASK}
-    command = [compiler, *FLAGS, *(f"-D{name}={value}" for name, value in sizes.items()), str(SOURCE)]
-    made_from = [SOURCE.read_text(), *command[1:-1], _version(compiler), _processor()]
-    name = hashlib.sha256("\0".join(made_from).encode()).hexdigest()[:32] + ".so"
     try:
+        compiler = _compiler()
+        if not compiler:
+            return None
+        command = [*compiler, *FLAGS, *(f"-D{name}={value}" for name, value in sizes.items()), str(SOURCE)]
+        made_from = [SOURCE.read_text("utf-8"), *command[1:-1], _version(compiler), _processor()]
+        name = DIGEST("\0".join(made_from).encode(errors="surrogateescape")).hexdigest()[:32] + ".so"
         function = ctypes.CDLL(str(_built(cache_dir() / "kernels" / name, command))).decode
-    except (OSError, subprocess.CalledProcessError) as error:
-        said = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else error
+    except (OSError, ValueError, RuntimeError, subprocess.CalledProcessError) as error:
+        # RuntimeError: there is no home folder; ValueError: $CC has an open quote
+        said = (error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else "") or error
         _log.warning("the CPU decode kernel was not compiled; decoding with torch, which is slower: %s", said)
         return None
     function.argtypes, function.restype = [ctypes.c_void_p], ctypes.c_int
@@ -154,30 +157,49 @@ def _function(dtype: torch.dtype, dim: int, group: int) -> ctypes._CFuncPtr | No
 
 
 def _built(library: Path, command: list[str]) -> Path:
-    """``library``, compiled if it is not there: beside its place and moved in, for other processes may want it too."""
-    if not library.exists():
+    """``library``, compiled if it is not there: beside its place and moved in, for other processes may want it too.
+
+    A digest of the code, which no loader looks at, follows it: a file that was cut short would end the process.
+    """
+    if not _is_whole(library):
         library.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=library.parent) as folder:
             made = Path(folder) / library.name
-            subprocess.run([*command, "-o", str(made), "-lm"], check=True, capture_output=True, text=True)
+            _run([*command, "-o", str(made), "-lm"], check=True)
+            code = made.read_bytes()
+            made.write_bytes(code + DIGEST(code).digest())
             os.replace(made, library)
     return library
 
 
-@cache
-def _compiler() -> str | None:
-    """``$CC``, or the first of cc, gcc and clang on the path."""
-    found = next(
-        (path for name in (os.environ.get("CC"), "cc", "gcc", "clang") if name and (path := shutil.which(name))), None
-    )
-    if found is None:
-        _log.info("no C compiler was found; decoding on the CPU with torch, which is slower")
-    return found
+def _is_whole(library: Path) -> bool:
+    try:
+        code = library.read_bytes()
+    except OSError:
+        return False
+    size = DIGEST().digest_size
+    return DIGEST(code[:-size]).digest() == code[-size:]
 
 
 @cache
-def _version(compiler: str) -> str:
-    return subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
+def _compiler() -> tuple[str, ...]:
+    """``$CC``, which may bring arguments, or the first of cc, gcc and clang on the path; empty where there is none."""
+    for candidate in (os.environ.get("CC", ""), "cc", "gcc", "clang"):
+        words = shlex.split(candidate)
+        if words and (path := shutil.which(words[0])):
+            return (path, *words[1:])
+    _log.info("no C compiler was found; decoding on the CPU with torch, which is slower")
+    return ()
+
+
+@cache
+def _version(compiler: tuple[str, ...]) -> str:
+    return _run([*compiler, "--version"]).stdout
+
+
+def _run(command: list[str], check: bool = False) -> subprocess.CompletedProcess[str]:
+    """What a compiler says may be in any encoding, as paths are."""
+    return subprocess.run(command, check=check, capture_output=True, text=True, errors="replace")
 
 
 @cache

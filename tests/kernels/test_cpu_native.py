@@ -1,6 +1,11 @@
-"""The compiled CPU decode: what it must not read, and what it must say."""
+"""The compiled CPU decode: what it must not read, what it must say, and where it comes from."""
 
+import logging
+import re
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
+from threading import Barrier
 
 import pytest
 import torch
@@ -148,3 +153,119 @@ def test_threads_change_no_bit():
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
+
+
+@pytest.fixture
+def fresh(monkeypatch, tmp_path):
+    """A cache folder of its own, and nothing remembered."""
+
+    def forget():
+        for function in (cpu_native._function, cpu_native._compiler, cpu_native._version):
+            function.cache_clear()
+
+    folder = tmp_path / "a 'cache' of \"µ\"\n,@%"
+    monkeypatch.setenv("OCTAVO_CACHE", str(folder))
+    monkeypatch.delenv("CC", raising=False)
+    forget()
+    yield folder / "kernels"
+    forget()
+
+
+def script(path: Path, *lines: str) -> Path:
+    path.write_bytes(b"\n".join(line.encode("latin-1") for line in ("#!/bin/sh", *lines)) + b"\n")
+    path.chmod(0o755)
+    return path
+
+
+def test_threads_may_compile_at_once(fresh):
+    inputs, start = inputs_of(), Barrier(2)
+
+    def decode():
+        start.wait()
+        return cpu_native.decode(*inputs.args())
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = [call.result() for call in [pool.submit(decode) for _ in range(2)]]
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert [path.suffix for path in fresh.iterdir()] == [".so"]
+
+
+@pytest.mark.parametrize("left", [0, 100, 4096, -100, -1])
+def test_library_that_was_cut_short_is_made_again(fresh, left):
+    """To load it could end the process."""
+    inputs = inputs_of()
+    agrees(inputs)
+    (library,) = fresh.iterdir()
+    whole = library.read_bytes()
+    library.unlink()  # the file that this process has loaded stays as it is
+    library.write_bytes(whole[:left])
+    cpu_native._function.cache_clear()
+    agrees(inputs)
+    assert library.stat().st_size == len(whole)
+
+
+def test_cc_may_bring_arguments(fresh, tmp_path, monkeypatch):
+    wrapper = script(tmp_path / "wrapper", f"echo \"$@\" >> '{tmp_path}/log'", 'exec "$@"')
+    monkeypatch.setenv("CC", f"{wrapper} {cpu_native._compiler()[0]}")
+    cpu_native._compiler.cache_clear()
+    agrees(inputs_of())
+    version, build = (tmp_path / "log").read_text().split(" ", 2)[1:]
+    assert version.startswith("--version") and str(cpu_native.SOURCE) in build
+
+
+def test_compiler_may_speak_any_encoding(fresh, tmp_path, monkeypatch):
+    monkeypatch.setenv("CC", str(script(tmp_path / "latin", "echo 'gcc für alle'", 'exec cc "$@"')))
+    cpu_native._compiler.cache_clear()
+    agrees(inputs_of())
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        (["exit 1"], "returned non-zero"),
+        (["echo 'für nichts' >&2", "exit 1"], "r nichts"),
+        (["exit 0"], "No such file"),
+        (['for a; do [ "$o" = -o ] && echo empty > "$a"; o=$a; done'], "file too short|invalid ELF"),
+    ],
+    ids=["silent", "latin-1", "makes-nothing", "makes-no-library"],
+)
+def test_broken_compiler(fresh, tmp_path, monkeypatch, caplog, lines, said):
+    falls_back(monkeypatch, caplog, "CC", str(script(tmp_path / "broken", *lines)), said)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "said"),
+    [
+        ("CC", 'cc "', "quotation"),
+        ("OCTAVO_CACHE", "~nobody-of-this-name/cache", "home"),
+        ("OCTAVO_CACHE", "/dev/null", "Not a directory"),
+    ],
+)
+def test_broken_environment(fresh, monkeypatch, caplog, variable, value, said):
+    falls_back(monkeypatch, caplog, variable, value, said)
+
+
+def test_program_of_no_format(fresh, tmp_path, monkeypatch, caplog):
+    path = tmp_path / "noise"
+    path.write_text("noise")
+    path.chmod(0o755)
+    falls_back(monkeypatch, caplog, "CC", str(path), "format")
+
+
+def falls_back(monkeypatch, caplog, variable, value, said):
+    """torch decodes, and one warning says why."""
+    monkeypatch.setenv(variable, value)
+    inputs = inputs_of()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            check(cpu.decode(*inputs.args()), reference.decode(*inputs.args()), torch.float32)
+    assert cpu_native.decode(*inputs.args()) is None
+    (record,) = caplog.records
+    assert re.search(said, record.getMessage())
+
+
+def test_no_compiler(fresh, tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    inputs = inputs_of()
+    check(cpu.decode(*inputs.args()), reference.decode(*inputs.args()), torch.float32)
+    assert cpu_native.decode(*inputs.args()) is None and not caplog.records
