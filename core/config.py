@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from octavo.core.errors import closest
-from octavo.core.interfaces import PagePolicy
+from octavo.core.interfaces import EvictionPolicy, PagePolicy
 from octavo.core.policies import ALLOCATORS, EVICTIONS, FixedPages
 from octavo.kernels.layout import unit_tokens_for
 
@@ -17,7 +17,7 @@ KV_DTYPES_LATER = ("fp8", "int4")
 BACKENDS = ("auto", "reference", "cpu", "triton")
 EXECUTIONS = ("auto", "eager")
 EXECUTIONS_LATER = ("graph", "compiled")
-ALLOCATORS_LATER = ("first_fit", "next_fit", "best_fit", "buddy", "linear")
+
 DEFAULT_PAGE_TOKENS = 16
 
 
@@ -36,7 +36,7 @@ class EngineConfig:
         prefix_cache: keep idle pages findable by their key.
         layer_groups: layers with a sliding window have block tables of their own, and pages that the window has passed
             go back to the pool while the request lives; False keeps every token in every layer.
-        allocator, eviction: names of policies in ``octavo.core.policies``.
+        allocator, eviction: names of policies in ``octavo.core.policies``, or for ``eviction`` an ``EvictionPolicy``.
         host_tokens: slots of the host tier.
         kv_dtype: element type of the pool; "auto" is the type in which the model produces its keys.
         backend: kernels to use; "auto" is Triton on CUDA and the CPU path elsewhere.
@@ -57,7 +57,7 @@ class EngineConfig:
     prefix_cache: bool = True
     layer_groups: bool = True
     allocator: str = "stack"
-    eviction: str = "lru"
+    eviction: str | EvictionPolicy = "lru"
     host_tokens: int = 0
     kv_dtype: str = "auto"
     backend: str = "auto"
@@ -85,13 +85,21 @@ class EngineConfig:
                 raise ValueError(f"page_policies: unknown segment kind {kind!r}; {closest(kind, ['text', 'image'])}")
             if not isinstance(policy, PagePolicy):
                 _positive_int(f"page_policies[{kind!r}]", policy)
-        _known("allocator", self.allocator, tuple(ALLOCATORS), ALLOCATORS_LATER)
-        _known("eviction", self.eviction, tuple(EVICTIONS))
+        _known("allocator", self.allocator, tuple(ALLOCATORS))
+        if isinstance(self.eviction, str):
+            _known("eviction", self.eviction, tuple(EVICTIONS))
+        elif not callable(getattr(self.eviction, "rank", None)):
+            raise ValueError(f"eviction must be a name or an EvictionPolicy, got {self.eviction!r}")
         _known("kv_dtype", self.kv_dtype, tuple(KV_DTYPES), KV_DTYPES_LATER)
         _known("backend", self.backend, BACKENDS)
         _known("execution", self.execution, EXECUTIONS, EXECUTIONS_LATER)
         if self.host_tokens:
             raise ValueError(f"host_tokens={self.host_tokens}: the host tier is not built yet; use 0")
+
+    @property
+    def eviction_policy(self) -> EvictionPolicy:
+        """A policy of this engine's own, if it goes by name."""
+        return EVICTIONS[self.eviction]() if isinstance(self.eviction, str) else self.eviction
 
     @property
     def policies(self) -> dict[str, PagePolicy]:

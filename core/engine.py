@@ -22,7 +22,7 @@ from octavo.core.layer_groups import LayerPlan
 from octavo.core.outputs import Completion, EngineStats, Sample, StepOutput
 from octavo.core.page_layout import PageLayout
 from octavo.core.page_pool import PagePool
-from octavo.core.policies import ALLOCATORS, EVICTIONS
+from octavo.core.policies import ALLOCATORS
 from octavo.core.prefix_cache import PrefixCache, root_key
 from octavo.core.prompts import Prompt, PromptReader
 from octavo.core.sampler import sample, token_logprobs
@@ -80,7 +80,7 @@ class Engine:
         self._text = PageLayout([], self.config.policies, self.config.unit_tokens)
         self._pool = PagePool(
             ALLOCATORS[self.config.allocator](units),
-            EVICTIONS[self.config.eviction](),
+            self.config.eviction_policy,
             PrefixCache(len(self._plan.groups)),
             unit_bytes=kv[0].nbytes,
         )

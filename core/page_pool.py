@@ -158,7 +158,14 @@ class PagePool:
         self._free(unheld[~findable])
 
     def publish(
-        self, page: int, node: Node, group: int = 0, *, chained: bool = True, priority: int = 0, recompute_s: float = 0.0
+        self,
+        page: int,
+        node: Node,
+        group: int = 0,
+        *,
+        chained: bool = True,
+        priority: int = 0,
+        recompute_s: float = 0.0,
     ) -> None:
         """Make a held page findable as ``node``'s.
 

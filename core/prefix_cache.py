@@ -176,7 +176,9 @@ class PrefixCache:
                 if node.key != key:
                     raise AssertionError(f"node {node.id} is listed under another key")
                 if node.children != children.get(node.id, 0):
-                    raise AssertionError(f"node {node.id} counts {node.children} children, not {children.get(node.id, 0)}")
+                    raise AssertionError(
+                        f"node {node.id} counts {node.children} children, not {children.get(node.id, 0)}"
+                    )
         for page, (node, group) in self._of_page.items():
             if page not in node.pages[group]:
                 raise AssertionError(f"page {page} is not listed by its own node")

@@ -91,7 +91,9 @@ class Session:
         twin._messages, twin._rendered = self._messages.copy(), self._rendered
         if self._parked is not None and self._parked in self._engine._scheduler.parked:
             request = self._parked.request
-            twin._parked = TokenSequence(request, self._parked.sample, self._parked.tokens.copy(), self._engine._pool, self._engine._plan)
+            twin._parked = TokenSequence(
+                request, self._parked.sample, self._parked.tokens.copy(), self._engine._pool, self._engine._plan
+            )
             twin._parked.adopt_prefix(self._parked)
             self._engine._scheduler.parked.append(twin._parked)
         return twin

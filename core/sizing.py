@@ -94,9 +94,7 @@ def allocate_pool(
     return torch.empty(shape, dtype=dtype, device=device)
 
 
-def check_fits(
-    layout: PageLayout, plan: LayerPlan, prompt: int, required: int, longest: int, pool: PagePool
-) -> None:
+def check_fits(layout: PageLayout, plan: LayerPlan, prompt: int, required: int, longest: int, pool: PagePool) -> None:
     """Refuse a request of which ``required`` new tokens can never be had, whoever else is served.
 
     The last token's KV is never stored, so ``prompt + required - 1`` slots are needed: all of them in layers that see

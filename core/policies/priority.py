@@ -13,8 +13,8 @@ from octavo.core.interfaces import PageFacts
 class PriorityClasses:
     """Four classes by the highest priority of the requests that used a page; within one, least recently used::
 
-        low              normal              high                  pinned: never evicted
-        .... low_below | low_below .... high_from | high_from .... pinned_from | pinned_from ....
+    low              normal              high                  pinned: never evicted
+    .... low_below | low_below .... high_from | high_from .... pinned_from | pinned_from ....
     """
 
     low_below: int = 0
