@@ -34,6 +34,7 @@ class DeviceTables:
         for sequence in self._rows.keys() - set(running):
             self._free.append(self._rows.pop(sequence))
         where, what, valid, written = [], [], [], []
+        self._widen(max((s.layout.first_entry(s.table.n_pages) for s in running), default=0))
         for sequence in running:
             if sequence not in self._rows:
                 self._rows[sequence] = self._free.pop()
@@ -60,6 +61,16 @@ class DeviceTables:
             self.entries.view(-1).index_copy_(0, index, values)
         for table in written:  # only now: a copy that failed is made again
             table.stale_from = table.n_pages
+
+    def _widen(self, entries: int) -> None:
+        """Room for rows of so many entries: sealed pages leave holes, so a table may be longer than its tokens."""
+        missing = entries - self.entries.shape[2]
+        if missing <= 0:
+            return
+        missing = max(missing, self.entries.shape[2] // 4)
+        self.entries = torch.nn.functional.pad(self.entries, (0, missing))
+        if self.unit_pos is not None:
+            self.unit_pos = torch.nn.functional.pad(self.unit_pos, (0, missing))
 
     def _difference(
         self, sequence: Sequence, table: BlockTable, first_slice: int

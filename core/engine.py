@@ -184,7 +184,9 @@ class Engine:
             CapacityError: the prompt and what must follow it can never fit.
             ValueError: an unusable prompt, or an id that is in use.
         """
-        request = self._new_request(self._prompts.read(prompt), params, request_id, method, priority, salt)
+        tokens, segments = self._prompts.read_segments(prompt)
+        layout = self._text.extended(0, segments)
+        request = self._new_request(tokens, params, request_id, method, priority, salt, layout=layout)
         sequence = TokenSequence(request, 0, request.prompt.copy(), self._pool, self._plan)
         self._enter(request, sequence)
         self._scheduler.add(sequence)
@@ -276,9 +278,10 @@ class Engine:
         requests = []
         params = SamplingParams(max_tokens=1, seed=self.config.seed)
         for prompt, target, method in items:
-            prefix = self._prompts.read(prompt)
+            prefix, segments = self._prompts.read_segments(prompt)
             forced = self._prompts.read(target, continues=True)
-            request = self._new_request(prefix, params, None, method, 0, None, len(forced))
+            layout = self._text.extended(0, segments)
+            request = self._new_request(prefix, params, None, method, 0, None, len(forced), layout)
             requests.append((request, forced))
         for request, forced in requests:
             sequence = TokenSequence(request, 0, request.prompt + forced, self._pool, self._plan)
@@ -393,6 +396,11 @@ class Engine:
         method = method or self._method
         if method is not None:
             self._validate(method)
+            if not layout.uniform:
+                raise ValueError(
+                    f"method {method.name!r} chooses among pages of one size, and this prompt has segments with pages of "
+                    "their own; sparse methods over several page sizes are not built yet"
+                )
         arrival = self._arrivals
         while request_id is None and f"request-{arrival}" in self._requests:
             arrival += 1

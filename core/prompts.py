@@ -3,10 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from octavo.core.page_layout import TEXT, Segment
 
 Prompt = str | Sequence[Any]
-"""A string, a list of token ids, or a list of strings that are joined."""
+"""A string, a list of token ids, or a list of strings, which are joined, and token segments."""
+
+
+@dataclass(frozen=True)
+class TokenSegment:
+    """A stretch of a prompt that gets pages of its own: ``kind`` names their policy in ``EngineConfig.page_policies``."""
+
+    kind: str
+    token_ids: Sequence[int]
+
+
+class ReadPrompt(NamedTuple):
+    """A prompt's tokens, and the segments that they make up; none where all of it is one text."""
+
+    tokens: list[int]
+    segments: list[Segment]
 
 
 class PromptReader:
@@ -38,6 +56,25 @@ class PromptReader:
                 f"the {'text' if continues else 'prompt'} is empty: {prompt!r:.80}; at least one token is needed"
             )
         return ids
+
+    def read_segments(self, prompt: Prompt, *, continues: bool = False) -> ReadPrompt:
+        """Token ids and segments of a prompt.
+
+        Raises:
+            ValueError: as ``read``; a segment that is empty.
+        """
+        if not isinstance(prompt, list | tuple) or not any(isinstance(part, TokenSegment) for part in prompt):
+            return ReadPrompt(self.read(prompt, continues=continues), [])
+        tokens: list[int] = []
+        segments: list[Segment] = []
+        for part in prompt:
+            if isinstance(part, TokenSegment):
+                kind, ids = part.kind, self.read(list(part.token_ids), continues=True)
+            else:
+                kind, ids = TEXT, self.read(_text(part), continues=continues or bool(tokens))
+            tokens += ids
+            segments.append(Segment(kind, len(ids)))
+        return ReadPrompt(tokens, segments)
 
     def _encode(self, text: str, continues: bool) -> list[int]:
         if self._tokenizer is None:

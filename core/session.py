@@ -33,6 +33,7 @@ class Session:
         self._closed = False
         self._messages: list[dict[str, str]] = []
         self._rendered = ""
+        self._layout = engine._text
         self.tokens: list[int] = []
         if len(prompt):
             self.append(prompt)
@@ -48,7 +49,9 @@ class Session:
         if role is not None:
             prompt = self._render(prompt, role)
         reader = self._engine._prompts
-        self.tokens += reader.read(prompt, continues=bool(self.tokens) or role is not None)
+        tokens, segments = reader.read_segments(prompt, continues=bool(self.tokens) or role is not None)
+        self._layout = self._layout.extended(len(self.tokens), segments)
+        self.tokens += tokens
 
     def submit(self, params: SamplingParams | None = None, *, priority: int = 0) -> str:
         """Queue the next turn and give its request id; the history takes up the new tokens when it ends."""
@@ -59,7 +62,9 @@ class Session:
         engine = self._engine
         if not self.tokens:
             raise ValueError("the session is empty; append something before a turn")
-        request = engine._new_request(self.tokens.copy(), params, None, self._method, priority, self._salt)
+        request = engine._new_request(
+            self.tokens.copy(), params, None, self._method, priority, self._salt, layout=self._layout
+        )
         request.keep = self._take_back
         sequence = TokenSequence(request, 0, request.prompt.copy(), engine._pool, engine._plan)
         if self._method is not None:
@@ -89,6 +94,7 @@ class Session:
         twin = Session(self._engine, "", self._method, self._salt)
         twin.tokens, twin._spans = self.tokens.copy(), self._spans.copy()
         twin._messages, twin._rendered = self._messages.copy(), self._rendered
+        twin._layout = self._layout
         if self._parked is not None and self._parked in self._engine._scheduler.parked:
             request = self._parked.request
             twin._parked = TokenSequence(
