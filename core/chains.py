@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
-from numpy.typing import NDArray
-
-Mask = NDArray[np.bool_]
 
 
 class Chains:
@@ -41,7 +38,7 @@ class Chains:
         self.pages = np.zeros(2 * units + 1, np.int32)
         self.children = np.zeros(2 * units + 1, np.int32)
         self.parent = np.zeros(2 * units + 1, np.int32)
-        self._first = np.zeros(2 * units + 1, np.int32)
+        self.first = np.zeros(2 * units + 1, np.int32)
         self._rows: dict[int, int] = {}
         self._spare_rows: list[int] = []
 
@@ -51,7 +48,7 @@ class Chains:
 
     def holders(self, row: int) -> Iterator[int]:
         """The pages that hold the node of a row."""
-        page = int(self._first[row])
+        page = int(self.first[row])
         while page:
             yield page
             page = int(self._twin[page])
@@ -61,7 +58,7 @@ class Chains:
         assert node > 0 and self.row[page] == 0, f"page {page} is published already, or its node {node} is none"
         row, above = self._row_of(node), self._row_of(parent) if parent else 0
         assert not self.pages[row] or self.parent[row] == above, f"node {node} has two parents"
-        self.row[page], self._twin[page], self._first[row] = row, self._first[row], page
+        self.row[page], self._twin[page], self.first[row] = row, self.first[row], page
         self.pages[row] += 1
         self.parent[row] = above
         if above:
@@ -73,8 +70,8 @@ class Chains:
         assert row, f"page {page} is not findable"
         above = int(self.parent[row])
         after = int(self._twin[page])
-        if self._first[row] == page:
-            self._first[row] = after
+        if self.first[row] == page:
+            self.first[row] = after
         else:
             before = next(twin for twin in self.holders(row) if self._twin[twin] == page)
             self._twin[before] = after
@@ -102,7 +99,7 @@ class Chains:
         """Room for ``units`` more units at the end."""
         for name in ("row", "_twin"):
             setattr(self, name, np.pad(getattr(self, name), (0, units)))
-        for name in ("_node", "pages", "children", "parent", "_first"):
+        for name in ("_node", "pages", "children", "parent", "first"):
             setattr(self, name, np.pad(getattr(self, name), (0, 2 * units)))
 
     def check(self) -> None:

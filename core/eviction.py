@@ -40,34 +40,29 @@ class IdlePages:
         self._since = np.zeros(units + 1, np.int64)
         self._next_since = 0
         self._pinned_count = 0
-        self._kept: Pages | None = np.empty(0, np.int32)
+        self._kept_for_pinned: int | None = 0
 
     @property
     def evictable(self) -> int:
-        """Pages that ``evict`` can give."""
-        return self.idle_count - len(self.kept)
-
-    @property
-    def kept(self) -> Pages:
-        """Idle pages that ``evict`` cannot give, int32: the pinned ones, and one page of each node through which alone
-        a pinned page is reached."""
-        if self._kept is None:
-            pinned = np.flatnonzero(self._idle & (self._rank == np.inf)).astype(np.int32)
-            self._kept = np.concatenate([pinned, self._kept_for(pinned)])
-        return self._kept
+        """Pages that ``evict`` can give: idle, not pinned, and no pinned page is reached through them alone."""
+        if not self._pinned_count:
+            return self.idle_count
+        if self._kept_for_pinned is None:
+            self._kept_for_pinned = self._count_kept_for_pinned()
+        return self.idle_count - self._pinned_count - self._kept_for_pinned
 
     def published(self, page: int, node: int, parent: int) -> None:
         """A held page became findable as ``node``, behind the node ``parent`` (0: at the head of a chain)."""
         if self._chained:
             self._chains.published(page, node, parent)
-            self._changed()
+            self._kept_for_pinned = None
 
     def forgotten(self, page: int) -> None:
         """A held page is findable no longer."""
         assert not self._idle[page], f"page {page} is idle: it leaves by `remove` or `evict` first"
         if self._chained:
             self._chains.forgotten(page)
-            self._changed()
+            self._kept_for_pinned = None
 
     def add(self, pages: Pages) -> None:
         """Pages that became idle just now, each once, a chain's tail before its head. The policy ranks them now."""
@@ -95,7 +90,7 @@ class IdlePages:
         1. A page may go if it is idle, its rank is finite and it is a leaf: no findable page needs it.
         2. Of those that may go, the one of lowest rank does; among equals the one that is idle longest, which of one
            chain is the tail.
-        3. When nothing stands behind a node any longer, the idle pages that hold it may go too.
+        3. When nothing stands behind a node any longer, the last page that holds it may go too.
 
         What goes first does not depend on how many follow: ``evict(k)`` and ``evict(m)`` give what ``evict(k + m)``
         does. One pass over the arrays finds the leaves; the heap holds about ``count`` pages, however many are idle.
@@ -106,25 +101,26 @@ class IdlePages:
         victims: list[int] = []
         while len(victims) < count:
             *_, page = heappop(heap)
-            # A twin was a leaf when it entered the heap, and is none once it is the last page of its node. It enters
-            # again when nothing stands behind the node.
+            # Of twins all but the last are leaves. That one enters the heap again when nothing needs it any longer.
             if not self._idle[page] or not chains.is_leaf(page):
                 continue
             victims.append(page)
             self._idle[page] = False
             above = int(chains.parent[chains.row[page]])
             self.forgotten(page)
-            if above and not chains.children[above]:
-                for holder in chains.holders(above):
-                    if self._idle[holder] and self._rank[holder] < np.inf:
-                        heappush(heap, (float(self._rank[holder]), int(self._since[holder]), holder))
+            if chains.children[above] == 0 and chains.pages[above] == 1:
+                uncovered = int(chains.first[above])
+                heappush(heap, (float(self._rank[uncovered]), int(self._since[uncovered]), uncovered))
         gone = np.asarray(victims, np.int32)
         self._count(gone, -1)
         return gone
 
     def _lowest_leaves(self, count: int) -> list[tuple[float, int, int]]:
-        """A heap of (rank, since, page), of all leaves that may be among the next ``count`` victims."""
-        pages = np.flatnonzero(self._idle & (self._rank < np.inf))
+        """A heap of (rank, since, page), of all leaves that may be among the next ``count`` victims.
+
+        A pinned page may be in it, but comes after all that can be evicted.
+        """
+        pages = np.flatnonzero(self._idle)
         rows = self._chains.row[pages]
         childless = self._chains.children[rows] == 0
         leaves, twins = pages[childless], pages[~childless & (self._chains.pages[rows] > 1)]
@@ -142,25 +138,22 @@ class IdlePages:
         """Pages became idle (1) or are idle no longer (-1)."""
         self.idle_count += sign * len(pages)
         self._pinned_count += sign * int((self._rank[pages] == np.inf).sum())
-        self._changed()
+        self._kept_for_pinned = None
 
-    def _changed(self) -> None:
-        if self._pinned_count or self._kept is None or len(self._kept):
-            self._kept = None
-
-    def _kept_for(self, pinned: Pages) -> Pages:
-        """One page of each node in front of a pinned page has to stay. The nodes where that must be an idle page of
-        finite rank, because no pinned page and no held one holds the node: one page of each."""
+    def _count_kept_for_pinned(self) -> int:
+        """One page of each node in front of a pinned page has to stay; count the nodes where that must be an idle
+        page of finite rank, because no pinned page and no held one holds the node."""
         chains = self._chains
+        pinned_rows = chains.row[self._idle & (self._rank == np.inf)]
         idle_pages = np.bincount(chains.row[self._idle], minlength=len(chains.pages))
         stays = chains.pages > idle_pages
-        stays[chains.row[pinned]] = True
+        stays[pinned_rows] = True
         in_front: set[int] = set()
-        for row in chains.parent[chains.row[pinned]].tolist():
+        for row in chains.parent[pinned_rows].tolist():
             while chains.pages[row] and row not in in_front:
                 in_front.add(row)
                 row = int(chains.parent[row])
-        return np.array([next(chains.holders(row)) for row in sorted(in_front) if not stays[row]], np.int32)
+        return sum(not stays[row] for row in in_front)
 
     def grow(self, units: int) -> None:
         """Room for ``units`` more units at the end; the book grows apart."""
