@@ -28,4 +28,5 @@ class LruK:
         return self.k
 
     def rank(self, pages: NDArray[np.int32], facts: PageFacts) -> NDArray[np.float64]:
-        return facts.history[pages, self.k - 1].astype(np.float64)
+        kth_last: NDArray[np.int64] = facts.history[pages, self.k - 1]
+        return kth_last.astype(np.float64)

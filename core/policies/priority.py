@@ -11,10 +11,9 @@ from octavo.core.interfaces import PageFacts
 
 @dataclass(frozen=True)
 class PriorityClasses:
-    """Four classes by the highest priority of the requests that used a page; within one, least recently used::
+    """Four classes by the highest priority of the requests that used a page; within one, least recently used.
 
-    low              normal              high                  pinned: never evicted
-    .... low_below | low_below .... high_from | high_from .... pinned_from | pinned_from ....
+    Low: below ``low_below``. High: from ``high_from``. Pinned: from ``pinned_from``, never evicted. Else normal.
     """
 
     low_below: int = 0
