@@ -72,8 +72,8 @@ class DecodeGroup:
     """Rows ``start`` to ``stop`` of the step: one query each, of sequences that share a method (None: dense).
 
     ``tables`` int32 [slices, b, M], ``slots`` int32 [1, b, 1], ``q_pos`` int32 [b]; ``unit_pos`` int32 [1, b, 1, M] if
-    stored order is not logical order. What was read is counted as it happens: ``units_chosen`` int64 [b] where a method chose, and how many layers read the whole table,
-    by their window.
+    stored order is not logical order. What was read is counted as it happens: ``units_chosen`` int64 [b] where a method
+    chose, and how many layers read the whole table, by their window.
     """
 
     start: int

@@ -65,6 +65,11 @@ class BlockTable:
         return joined[start - first * LEAF_PAGES : stop - first * LEAF_PAGES]
 
     @property
+    def held(self) -> Pages:
+        """The pages that are no holes."""
+        return self.pages(self.first_page)
+
+    @property
     def near(self) -> int | None:
         """The last unit of the last page, if its units lie side by side: more pages had better come right after it."""
         if self.first_page == self.n_pages:

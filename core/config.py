@@ -29,6 +29,9 @@ class EngineConfig:
         page_tokens: tokens of a text page; short for ``page_policies={"text": page_tokens}``.
         page_policies: page size by segment kind, a number or a ``PagePolicy``; kinds are "text" and "image".
         pool_tokens: usable slots of the pool, rounded up to whole pages; None sizes it from ``memory_fraction``.
+        base_share: share of the pool that is there from the start; less than 1.0 makes an elastic pool, which grows
+            when pages are asked for, before any cached page is evicted.
+        growth_tokens: slots by which it grows at a time; None takes 256 MiB.
         memory_fraction: share of the device's free memory for the pool; on a CPU at most 4 GiB.
         max_seqs: sequences that may run at once.
         step_tokens: tokens of one forward pass; may be smaller than ``max_seqs``.
@@ -51,6 +54,8 @@ class EngineConfig:
     page_policies: Mapping[str, int | PagePolicy] | None = None
     pool_tokens: int | None = None
     memory_fraction: float = 0.9
+    base_share: float = 1.0
+    growth_tokens: int | None = None
     max_seqs: int = 256
     step_tokens: int = 8192
     max_model_tokens: int | None = None
@@ -65,10 +70,14 @@ class EngineConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("page_tokens", "pool_tokens", "max_seqs", "step_tokens", "max_model_tokens"):
-            _positive_int(name, getattr(self, name), optional=name in ("pool_tokens", "max_model_tokens"))
-        if not _is_number(self.memory_fraction) or not 0.0 < self.memory_fraction <= 1.0:
-            raise ValueError(f"memory_fraction must be in (0, 1], got {self.memory_fraction!r}")
+        for name in ("page_tokens", "max_seqs", "step_tokens"):
+            _positive_int(name, getattr(self, name))
+        for name in ("pool_tokens", "growth_tokens", "max_model_tokens"):
+            _positive_int(name, getattr(self, name), optional=True)
+        for name in ("memory_fraction", "base_share"):
+            value = getattr(self, name)
+            if not _is_number(value) or not 0.0 < value <= 1.0:
+                raise ValueError(f"{name} must be in (0, 1], got {value!r}")
         if not _is_int(self.seed):
             raise ValueError(f"seed must be an integer, got {self.seed!r}")
         for name in ("prefix_cache", "layer_groups"):

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.core.block_table import BlockTable
@@ -45,10 +46,10 @@ class DeviceTables:
             first_slice = 0
             for number, table in enumerate(sequence.tables):
                 if table.stale_from < table.n_pages:
-                    units, counts, at = self._difference(sequence, table, first_slice)
-                    what.append(units)
-                    valid.append(counts)
-                    where.append(at)
+                    for parts, part in zip(
+                        (what, valid, where), self._difference(sequence, table, first_slice), strict=True
+                    ):
+                        parts.append(part)
                     written.append(table)
                     if number == 0 and not sequence.layout.uniform:
                         self._write_positions(sequence)
@@ -56,8 +57,8 @@ class DeviceTables:
         if where:
             device = self.entries.device
             index = torch.from_numpy(np.concatenate(where)).to(device)
-            counts = torch.from_numpy(np.concatenate(valid))
-            values = pack_entries(torch.from_numpy(np.concatenate(what)), counts).to(device)
+            units, counts = torch.from_numpy(np.concatenate(what)), torch.from_numpy(np.concatenate(valid))
+            values = pack_entries(units, counts).to(device)
             self.entries.view(-1).index_copy_(0, index, values)
         for table in written:  # only now: a copy that failed is made again
             table.stale_from = table.n_pages
@@ -74,17 +75,17 @@ class DeviceTables:
 
     def _difference(
         self, sequence: Sequence, table: BlockTable, first_slice: int
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    ) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.int64]]:
         """Units, valid counts and places of the entries that differ, each of ``slices * n``."""
-        layout, (_, rows, width) = sequence.layout, self.entries.shape
+        layout, table_shape = sequence.layout, self.entries.shape
         start, stop = layout.first_entry(table.stale_from), layout.first_entry(table.n_pages)
         units = table.entries(table.stale_from, table.n_pages, layout)  # [slices, n]
         if layout.uniform:
             counts = np.full(stop - start, layout.unit_tokens, np.int32)
         else:
             counts = layout.valid(layout.end_token(table.n_pages - 1))[start:]
-        row = self._rows[sequence] * width + np.arange(start, stop)
-        slices = np.arange(first_slice, first_slice + table.slices)[:, None] * (rows * width)
+        row = self._rows[sequence] * table_shape[2] + np.arange(start, stop)
+        slices = np.arange(first_slice, first_slice + table.slices)[:, None] * (table_shape[1] * table_shape[2])
         counts = np.where(units > 0, counts, 0)
         return units.ravel().astype(np.int64), counts.ravel(), (slices + row).ravel()
 

@@ -144,6 +144,8 @@ def pool_memory(
     steps = PoolSteps(base_units, chunk_units, max_units)
     if device.type == "cpu":
         return PoolMemory(HostRange(length), unit_shape, dtype, steps)
+    if base_units == max_units:
+        return PoolMemory(PlainRange(length, device), unit_shape, dtype, steps, "it takes everything from the start")
     if device.index is None:
         device = torch.device(device.type, torch.cuda.current_device())
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from threading import Lock
@@ -30,6 +31,9 @@ from octavo.core.scheduler import Scheduler, StepPlan
 from octavo.core.sequence import Request
 from octavo.core.sequence import Sequence as TokenSequence
 from octavo.core.session import Session
+from octavo.core.virtual_memory import DriverError
+
+log = logging.getLogger(__name__)
 
 
 class Engine:
@@ -76,13 +80,16 @@ class Engine:
         device = self._model.device
         self._plan = LayerPlan.of(self.spec.windows, self.config.layer_groups)
         units = sizing.pool_units(self.config, self.spec, self._plan, dtype, self._max_tokens, device)
-        kv = sizing.allocate_pool(self.config, self.spec, self._plan, units, dtype, device)
+        self._memory = sizing.allocate_pool(self.config, self.spec, self._plan, units, dtype, device)
+        kv = self._memory.tensor
         self._text = PageLayout([], self.config.policies, self.config.unit_tokens)
         self._pool = PagePool(
-            ALLOCATORS[self.config.allocator](units),
+            ALLOCATORS[self.config.allocator](self._memory.units),
             self.config.eviction_policy,
             PrefixCache(len(self._plan.groups)),
             unit_bytes=kv[0].nbytes,
+            growable=self._memory.max_units - self._memory.units,
+            grow=self._grow,
         )
         self._scheduler = Scheduler(self.config, self._pool, self._plan)
         entries = self._text.entries_for(self._max_tokens)
@@ -330,6 +337,22 @@ class Engine:
             else pool.held_peak * self._runner.kv[0].nbytes + self._runner.digest_bytes,
         )
 
+    def shrink(self) -> int:
+        """Give memory of an elastic pool back to the system, as far as whole growth steps at its end are free; says how
+        many bytes. Evicts nothing."""
+        before = self._memory.committed_bytes
+        self._pool.shrink(self._memory.chunk_units)
+        self._memory.shrink(self._pool.total_units)
+        return before - self._memory.committed_bytes
+
+    def _grow(self, units: int) -> int:
+        before = self._memory.units
+        try:
+            return self._memory.grow(before + units) - before
+        except DriverError as error:
+            log.warning("the pool cannot grow beyond %d units and evicts from now on: %s", before, error)
+            return 0
+
     def check(self) -> None:
         """Walk pool, tables, index and queues.
 
@@ -398,8 +421,8 @@ class Engine:
             self._validate(method)
             if not layout.uniform:
                 raise ValueError(
-                    f"method {method.name!r} chooses among pages of one size, and this prompt has segments with pages of "
-                    "their own; sparse methods over several page sizes are not built yet"
+                    f"method {method.name!r} chooses among pages of one size, and this prompt has segments with "
+                    "pages of their own; sparse methods over several page sizes are not built yet"
                 )
         arrival = self._arrivals
         while request_id is None and f"request-{arrival}" in self._requests:

@@ -40,29 +40,34 @@ class IdlePages:
         self._since = np.zeros(units + 1, np.int64)
         self._next_since = 0
         self._pinned_count = 0
-        self._kept_for_pinned: int | None = 0
+        self._kept: Pages | None = np.empty(0, np.int32)
 
     @property
     def evictable(self) -> int:
-        """Pages that ``evict`` can give: idle, not pinned, and no pinned page is reached through them alone."""
-        if not self._pinned_count:
-            return self.idle_count
-        if self._kept_for_pinned is None:
-            self._kept_for_pinned = self._count_kept_for_pinned()
-        return self.idle_count - self._pinned_count - self._kept_for_pinned
+        """Pages that ``evict`` can give."""
+        return self.idle_count - len(self.kept)
+
+    @property
+    def kept(self) -> Pages:
+        """Idle pages that ``evict`` cannot give, int32: the pinned ones, and one page of each node through which alone
+        a pinned page is reached."""
+        if self._kept is None:
+            pinned = np.flatnonzero(self._idle & (self._rank == np.inf)).astype(np.int32)
+            self._kept = np.concatenate([pinned, self._kept_for(pinned)])
+        return self._kept
 
     def published(self, page: int, node: int, parent: int) -> None:
         """A held page became findable as ``node``, behind the node ``parent`` (0: at the head of a chain)."""
         if self._chained:
             self._chains.published(page, node, parent)
-            self._kept_for_pinned = None
+            self._changed()
 
     def forgotten(self, page: int) -> None:
         """A held page is findable no longer."""
         assert not self._idle[page], f"page {page} is idle: it leaves by `remove` or `evict` first"
         if self._chained:
             self._chains.forgotten(page)
-            self._kept_for_pinned = None
+            self._changed()
 
     def add(self, pages: Pages) -> None:
         """Pages that became idle just now, each once, a chain's tail before its head. The policy ranks them now."""
@@ -138,22 +143,25 @@ class IdlePages:
         """Pages became idle (1) or are idle no longer (-1)."""
         self.idle_count += sign * len(pages)
         self._pinned_count += sign * int((self._rank[pages] == np.inf).sum())
-        self._kept_for_pinned = None
+        self._changed()
 
-    def _count_kept_for_pinned(self) -> int:
-        """One page of each node in front of a pinned page has to stay; count the nodes where that must be an idle
-        page of finite rank, because no pinned page and no held one holds the node."""
+    def _changed(self) -> None:
+        if self._pinned_count or self._kept is None or len(self._kept):
+            self._kept = None
+
+    def _kept_for(self, pinned: Pages) -> Pages:
+        """One page of each node in front of a pinned page has to stay. The nodes where that must be an idle page of
+        finite rank, because no pinned page and no held one holds the node: one page of each."""
         chains = self._chains
-        pinned_rows = chains.row[self._idle & (self._rank == np.inf)]
         idle_pages = np.bincount(chains.row[self._idle], minlength=len(chains.pages))
         stays = chains.pages > idle_pages
-        stays[pinned_rows] = True
+        stays[chains.row[pinned]] = True
         in_front: set[int] = set()
-        for row in chains.parent[pinned_rows].tolist():
+        for row in chains.parent[chains.row[pinned]].tolist():
             while chains.pages[row] and row not in in_front:
                 in_front.add(row)
                 row = int(chains.parent[row])
-        return sum(not stays[row] for row in in_front)
+        return np.array([next(chains.holders(row)) for row in sorted(in_front) if not stays[row]], np.int32)
 
     def grow(self, units: int) -> None:
         """Room for ``units`` more units at the end; the book grows apart."""

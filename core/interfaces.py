@@ -78,8 +78,9 @@ class Allocator(Protocol):
 class PageFacts:
     """What is known of every page, by page id (the page's first unit); arrays of ``units + 1`` entries.
 
-    ``last_used`` counts the pool's clock, which goes up with every step; ``history [units + 1, K]`` are the last K
-    uses, latest first, -1 where there were fewer. A use is the page's publication, and each later prefix hit.
+    Times are the pool's clock, which goes up with every step. A use begins with the page's publication, and with each
+    later prefix hit, and lasts until nobody holds the page: ``last_used`` is when the last one ended (or the present
+    one began), ``history [units + 1, K]`` are when the last K began, latest first, -1 where there were fewer.
     ``priority`` is the highest of the requests that used the page. ``recompute_s`` are the predicted seconds that
     computing the page again would take, ``nbytes`` the bytes that it holds.
     """

@@ -11,8 +11,8 @@ from math import gcd
 class LayerGroup:
     """Layers with one sliding window (0: none), in the order of the model.
 
-    ``slices`` is how many units the group needs for ``unit_tokens`` tokens: a unit has room for ``LayerPlan.unit_layers``
-    layers.
+    ``slices`` is how many units the group needs for ``unit_tokens`` tokens, since a unit has room for
+    ``LayerPlan.unit_layers`` layers.
     """
 
     layers: tuple[int, ...]

@@ -32,8 +32,8 @@ class PagePool:
     goes up whenever the page is given to somebody, so that whoever keeps something about a page (a digest) can see
     that it is about older contents.
 
-    ``grow`` is asked for units before anything is evicted, and gives the number that it added; ``growable`` is what it
-    could still add. ``on_evict`` sees each page before it is forgotten.
+    An elastic pool grows before anything is evicted: ``grow(units)`` is asked for at least so many more units and says
+    how many it added, and ``growable`` is what may still come. ``on_evict`` sees each page before it is forgotten.
     """
 
     def __init__(
@@ -89,8 +89,8 @@ class PagePool:
 
     @property
     def available(self) -> int:
-        """Units that can be had at once: the free ones, those that the pool can grow by, and idle ones by eviction."""
-        return self.free_units + self.growable + self._cached - self._kept_units
+        """Units that can be had at once: the free ones, and idle ones by eviction."""
+        return self.free_units + self._cached - self._kept_units
 
     @property
     def _kept_units(self) -> int:
@@ -110,9 +110,30 @@ class PagePool:
             units[:, i] = self._following[units[:, i - 1]]
         return units
 
+    def prepare(self, units: int) -> None:
+        """Grow, if ``units`` units are about to be asked for and fewer are free. What cannot be had stays out of
+        ``available``."""
+        missing = units - self.free_units
+        if missing <= 0 or not self.growable or self._grow is None:
+            return
+        added = self._grow(min(missing, self.growable))
+        if added:
+            self._allocator.grow(added)
+            self.growable -= added
+        else:
+            self.growable = 0
+
+    def shrink(self, units: int) -> int:
+        """Take the last ``units`` units away as often as all of them are free; says how many went. They may come back
+        by ``prepare``."""
+        gone = 0
+        while self.total_units > units and self._allocator.shrink(units):
+            gone += units
+        self.growable += gone
+        return gone
+
     def allocate(self, count: int, size: int = 1, near: int | None = None) -> Pages:
-        """``count`` pages of ``size`` units with one reference each; grows the pool, then evicts idle pages, if too few
-        units are free.
+        """``count`` pages of ``size`` units with one reference each; evicts idle pages if too few units are free.
 
         Precondition: ``count * size <= available``.
         """
@@ -209,11 +230,7 @@ class PagePool:
         self.index.check()
 
     def _make_room(self, wanted: int) -> None:
-        """Grow, then evict, until ``wanted`` units are free."""
-        if self.growable and self._grow is not None:
-            added = self._grow(wanted - self.free_units)
-            self._allocator.grow(added)
-            self.growable -= added
+        """Evict until ``wanted`` units are free."""
         while self.free_units < wanted:
             victims = self._idle.evict(-(-(wanted - self.free_units) // int(self.size.max())))
             for page in victims.tolist():

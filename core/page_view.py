@@ -62,8 +62,9 @@ class StepPages:
 
     def mass(self, q: Tensor) -> Tensor:
         self.elements_read += self.lengths * (self.kv.shape[3] * self.kv.shape[5])
+        unit_layer = self.plan.places[self.layer].unit_layer
         _, _, mass = ops.decode(
-            q, self.kv, self.plan.places[self.layer].unit_layer, self.table, self.slots, self.q_pos, None, self.traits.sinks,
+            q, self.kv, unit_layer, self.table, self.slots, self.q_pos, None, self.traits.sinks,
             self.traits.scale, 0, self.traits.softcap, True, False, self.backend,
         )  # fmt: skip
         pages: Tensor = mass.unflatten(2, (-1, self.page_units)).sum(3)[:, :, : self.max_pages]

@@ -14,7 +14,8 @@ Prompt = str | Sequence[Any]
 
 @dataclass(frozen=True)
 class TokenSegment:
-    """A stretch of a prompt that gets pages of its own: ``kind`` names their policy in ``EngineConfig.page_policies``."""
+    """A stretch of a prompt that gets pages of its own; ``kind`` names their policy in
+    ``EngineConfig.page_policies``."""
 
     kind: str
     token_ids: Sequence[int]

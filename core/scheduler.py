@@ -184,6 +184,7 @@ class Scheduler:
     def _serve(self, sequence: Sequence, count: int, plan: StepPlan) -> None:
         """Place the next ``count`` tokens of a running sequence, making room for them if need be."""
         sequence.drop_unseen()
+        self._pool.prepare(sequence.units_for(count))
         while sequence.units_for(count) > self._pool.available:
             victim = max(self.running, key=_worth)
             if self.parked:
@@ -218,6 +219,7 @@ class Scheduler:
         while len(self.running) >= self._config.max_seqs:
             self._preempt(victims.pop(), plan)
         found = match.device_pages
+        self._pool.prepare(fresh)
         while fresh + self._pool.idle_among(found) > self._pool.available:
             if self.parked:
                 self._reclaim()
@@ -246,7 +248,7 @@ class Scheduler:
         if len(self.running) - victims >= self._config.max_seqs:
             return False
         found = match.device_pages
-        if fresh + self._pool.idle_among(found) <= self._pool.available:
+        if fresh + self._pool.idle_among(found) <= self._pool.available + self._pool.growable:
             return True
         staying = sorted(self.running, key=_worth)[: len(self.running) - victims]
         held = np.unique(np.concatenate([found, *(table.pages() for s in staying for table in s.tables)]))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from octavo.core.config import SamplingParams
 from octavo.core.interfaces import SparseMethod
 from octavo.core.outputs import Completion
@@ -76,6 +78,7 @@ class Session:
             sequence.inherit(parked)
             kept = min(sequence.computed, max(0, sequence.reusable_tokens()))  # some token's logits are still wanted
             sequence.truncate(kept)
+            engine._pool.book.touch(np.concatenate([table.held for table in sequence.tables]), priority)
             if engine._scheduler.run(sequence):
                 request.cached_tokens = sequence.computed
                 return request.request_id

@@ -6,10 +6,11 @@ import os
 from importlib.util import find_spec
 
 import torch
-from torch import Tensor
 
 from octavo.core.config import KV_DTYPES, EngineConfig
+from octavo.core.elastic import PoolMemory, pool_memory
 from octavo.core.errors import CapacityError
+from octavo.core.growth import Growth
 from octavo.core.interfaces import ModelSpec
 from octavo.core.layer_groups import LayerPlan
 from octavo.core.page_layout import PageLayout
@@ -86,12 +87,20 @@ def pool_units(
 
 def allocate_pool(
     config: EngineConfig, spec: ModelSpec, plan: LayerPlan, units: int, dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    """The pool's memory, uninitialised; on a CPU the system commits it as it is touched."""
+) -> PoolMemory:
+    """The pool's memory for ``units`` units, or its base share of them; uninitialised."""
     if units >= MAX_UNITS:
         raise ValueError(f"a pool of {units} units is more than the {MAX_UNITS - 1} that a table entry can name")
-    shape = pool_shape(units, plan.unit_layers, spec.kv_heads, config.unit_tokens, spec.head_dim)
-    return torch.empty(shape, dtype=dtype, device=device)
+    unit_shape = pool_shape(units, plan.unit_layers, spec.kv_heads, config.unit_tokens, spec.head_dim)[1:]
+    page_tokens = config.text_page_tokens
+    page_units = page_tokens // config.unit_tokens * plan.slices
+    steps = Growth(config.base_share, config.growth_tokens).steps(
+        units // page_units,
+        page_units=page_units,
+        page_tokens=page_tokens,
+        page_bytes=page_tokens * spec.kv_bytes_per_token(dtype.itemsize),
+    )
+    return pool_memory(unit_shape, dtype, device, **steps._asdict())
 
 
 def check_fits(layout: PageLayout, plan: LayerPlan, prompt: int, required: int, longest: int, pool: PagePool) -> None:
