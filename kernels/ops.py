@@ -21,6 +21,7 @@ _SCHEMAS = {
     f"{_SHAPE}, bool want_mass, bool want_lse, str backend) -> (Tensor, Tensor, Tensor)",
     "prefill": "(Tensor q, Tensor pool, int layer, Tensor table, Tensor lengths, Tensor cu_q, Tensor q_pos, "
     f"{_SHAPE}, int max_q, bool want_lse, str backend) -> (Tensor, Tensor)",
+    "transfer": "(Tensor source, Tensor(a!) target, Tensor pairs, str backend) -> ()",
 }
 
 
@@ -47,6 +48,10 @@ def _prefill(*args):  # type: ignore[no-untyped-def]
     return backend(args[-1]).prefill(*args[:-1])
 
 
+def _transfer(source: Tensor, target: Tensor, pairs: Tensor, name: str) -> None:
+    backend(name).transfer(source, target, pairs)
+
+
 def _decode_shapes(q, pool, layer, table, *rest):  # type: ignore[no-untyped-def]
     want_mass, want_lse = rest[-3:-1]
     mass = (q.shape[0], pool.shape[3], table.shape[3]) if want_mass else (0,)
@@ -65,6 +70,7 @@ for _name, _implementation in {
     "copy_units": _copy_units,
     "decode": _decode,
     "prefill": _prefill,
+    "transfer": _transfer,
 }.items():
     _library.define(_name + _SCHEMAS[_name])
     _library.impl(_name, _implementation, "CPU")
@@ -73,8 +79,10 @@ torch.library.register_fake("octavo::append", lambda *args: None, lib=_library)
 torch.library.register_fake("octavo::copy_units", lambda *args: None, lib=_library)
 torch.library.register_fake("octavo::decode", _decode_shapes, lib=_library)
 torch.library.register_fake("octavo::prefill", _prefill_shapes, lib=_library)
+torch.library.register_fake("octavo::transfer", lambda *args: None, lib=_library)
 
 append = torch.ops.octavo.append
 copy_units = torch.ops.octavo.copy_units
 decode = torch.ops.octavo.decode
 prefill = torch.ops.octavo.prefill
+transfer = torch.ops.octavo.transfer
