@@ -1,0 +1,317 @@
+"""The second level of the prefix cache: pages that the device gave up, in host memory, found again by their key."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, OrderedDict
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from octavo.core.interfaces import Allocator
+from octavo.core.prefix_cache import NodeId, PageKey, Parent
+from octavo.kernels import ops
+
+Units = NDArray[np.int32]
+PageState = Literal["dirty", "clean", "reclaimable"]
+
+
+@dataclass(frozen=True, eq=False)
+class PageEntry:
+    """What the prefix index knew of a page when the device gave it up: enough to verify a hit and to publish the page
+    again under the node that it had. ``tokens`` int32 [n]; ``provenance`` "" is exact."""
+
+    key: PageKey
+    node: NodeId
+    parent: Parent
+    tokens: NDArray[np.int32]
+    provenance: str
+
+
+@dataclass
+class _HostPage:
+    """A page of k host units, and how many queued restores read it."""
+
+    entry: PageEntry
+    units: Units
+    restores: int = 0
+
+
+class HostTier:
+    """A pool of ``units`` units in host memory (pinned if the device is a GPU), and which pages lie in it.
+
+    A page is named by its first host unit; its k units may lie anywhere, and k may differ from page to page. Copies are
+    queued while a step is planned, and carried out together before the step computes::
+
+        device pool                        host pool
+        unit  1  2  3  4  5  6             unit  1  2  3  4  5        page 4 has units 4 and 1
+             [A][A][ ][ ][B][B]  store B ->     [B][ ][C][B][ ]       page 3 has unit 3
+             [A][A][C][ ][ ][ ]  <- restore C
+
+    States of a host page::
+
+                 store             flush                      restore
+        (none) ---------> dirty ------------> reclaimable ----------------> clean
+                          queued to be        complete, nobody <----------- complete,
+                          copied out          restores from it     flush    being restored
+
+    Only a reclaimable page is evicted. Reclaimable pages go in the order of their last use, which is their store, a
+    store of the same contents, or a restore: the least recent first. Pages are stored in the order in which the device
+    gives them up, the tail of a chain first, and the restores of one flush count in reverse, so that the head of a
+    chain is always used later than its tail, and outlives it.
+
+    Pages that are restored stay here too: giving them up once more costs no copy. A page that has no room is not kept.
+
+    Everything runs in the order of the one stream that also runs the model. So a unit of the device may be promised to
+    somebody else as soon as ``store`` returns: whoever writes it comes after the copy out. And a host unit may be
+    overwritten as soon as ``flush`` returns: whoever overwrites it comes after the copy in.
+
+    Args:
+        units: usable units of the host pool; a scratch unit comes on top, so that both pools count from 1.
+        kv: the device's pool ``[units, layers, 2, kv_heads, unit_tokens, head_dim]``, for its shape, dtype and device.
+        backend: whose kernels copy.
+        allocator: of exactly ``units`` units, all free.
+
+    Raises:
+        ValueError: ``units`` is less than 1, or the machine does not have the memory.
+    """
+
+    def __init__(self, units: int, kv: Tensor, backend: str, allocator: Allocator) -> None:
+        if units < 1:
+            raise ValueError(f"a host tier of {units} units holds nothing; it needs at least 1, or set host_tokens=0")
+        assert allocator.total_units == allocator.free_units == units
+        self.kv = _allocate(units, kv)
+        self.stored = 0
+        self.restored = 0
+        self.evicted = 0
+        self.bytes_out = 0
+        self.bytes_in = 0
+        self._backend = backend
+        self._allocator = allocator
+        self._pages: dict[int, _HostPage] = {}
+        self._by_key: dict[PageKey, list[int]] = {}
+        self._reclaimable: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._reclaimable_units = 0
+        self._out: OrderedDict[int, Units] = OrderedDict()  # host page -> device units, in the order of last use
+        self._in: list[tuple[int, Units]] = []  # (host page, device units), in the order asked for
+        self._arriving: set[int] = set()  # device units that wait for a restore
+
+    def __len__(self) -> int:
+        return len(self._pages)
+
+    def __contains__(self, page: int) -> bool:
+        return page in self._pages
+
+    @property
+    def units_total(self) -> int:
+        return self._allocator.total_units
+
+    @property
+    def units_free(self) -> int:
+        return self._allocator.free_units
+
+    @property
+    def units_held(self) -> int:
+        return self.units_total - self.units_free
+
+    @property
+    def pending(self) -> bool:
+        """Whether there is something to flush."""
+        return bool(self._out or self._in)
+
+    def find(self, key: PageKey, parent: Parent, tokens: NDArray[np.int32], provenance: str) -> int | None:
+        """The host page that holds ``tokens`` int32 [n] after ``parent``, or None. Verified as in ``PrefixCache.find``;
+        finding is no use."""
+        for page in self._by_key.get(key, ()):
+            entry = self._pages[page].entry
+            if entry.parent == parent and entry.provenance == provenance and np.array_equal(entry.tokens, tokens):
+                return page
+        return None
+
+    def node(self, page: int) -> NodeId:
+        """The node that the page held on the device; it must be published under it again, or its children are lost."""
+        return self._pages[page].entry.node
+
+    def page_units(self, page: int) -> int:
+        """How many units the page takes, k."""
+        return len(self._pages[page].units)
+
+    def state(self, page: int) -> PageState:
+        if page in self._out:
+            return "dirty"
+        return "clean" if self._pages[page].restores else "reclaimable"
+
+    def store(self, units: Units, entry: PageEntry) -> bool:
+        """Keep a page that the device is giving up; ``units`` int32 [k] are its units there, in order.
+
+        They must keep their contents until the next flush. Contents that are here already are only marked as used.
+        Gives False, and changes nothing, if dirty pages and pages being restored leave too little room.
+        """
+        assert len(units) > 0
+        page = self.find(entry.key, entry.parent, entry.tokens, entry.provenance)
+        if page is not None:
+            for queue in (self._out, self._reclaimable):
+                if page in queue:
+                    queue.move_to_end(page)
+            return True
+        assert self._arriving.isdisjoint(units.tolist()), "a unit that waits for its restore holds nothing to store"
+        missing = len(units) - self.units_free
+        if missing > self._reclaimable_units:
+            return False
+        self._evict(missing)
+        host_units = self._allocator.allocate(len(units))
+        page = int(host_units[0])
+        # The index may write over its own array of tokens when it forgets the page.
+        self._pages[page] = _HostPage(replace(entry, tokens=entry.tokens.copy()), host_units)
+        self._by_key.setdefault(entry.key, []).append(page)
+        self._out[page] = units.copy()
+        return True
+
+    def restore(self, page: int, units: Units) -> None:
+        """Queue a copy of a page into ``units`` int32 [k] of the device, in order, that nobody reads before the flush.
+
+        They may have been given up in this very step. Of two restores into one unit the later holds. The page is not
+        evicted before its copy was carried out.
+        """
+        held = self._pages[page]
+        assert len(units) == len(held.units), f"a page of {len(held.units)} units does not fit {len(units)}"
+        assert len(np.unique(units)) == len(units), "a page is restored into distinct units"
+        if page in self._reclaimable:
+            self._take_from_reclaimable(page)
+        held.restores += 1
+        self._in.append((page, units.copy()))
+        self._arriving.update(units.tolist())
+
+    def flush(self, kv: Tensor) -> None:
+        """Carry out what is queued, on ``kv``, the device's pool; before anything else of the step touches that pool.
+
+        All copies out go first, in one launch, then all copies in, in another. That order is right for every mixture:
+
+        - A device unit that was given up may be the target of a restore: it is read before it is written.
+        - A page that was stored in this step may be restored in it: it is written before it is read.
+        - No copy out overwrites what a copy in will read: host units of new pages were free or reclaimable, and a page
+          with a queued restore is neither.
+        - No copy out should have waited for a copy in: a unit that waits for its restore is never stored.
+
+        If a launch raises, what it should have copied, and what comes after it, stays queued.
+        """
+        assert kv[0].shape == self.kv[0].shape and kv.dtype == self.kv.dtype, "a pool with units of another shape"
+        if self._out:
+            pairs = [np.stack([units, self._pages[page].units], 1) for page, units in self._out.items()]
+            self.bytes_out += self._transfer(kv, self.kv, np.concatenate(pairs))
+            self.stored += len(self._out)
+            complete, self._out = self._out, OrderedDict()
+            for page in complete:
+                self._add_if_reclaimable(page)
+        if self._in:
+            pairs = [np.stack([self._pages[page].units, units], 1) for page, units in self._in]
+            self.bytes_in += self._transfer(self.kv, kv, _last_of_each_target(np.concatenate(pairs)))
+            self.restored += len(self._in)
+            carried_out, self._in = self._in, []
+            self._arriving.clear()
+            for page, _ in reversed(carried_out):
+                self._pages[page].restores -= 1
+                self._add_if_reclaimable(page)
+
+    def forget(self, page: int) -> None:
+        """Drop a page, and its copy out if that is still queued. Precondition: no restore of it is queued."""
+        held = self._pages[page]
+        assert held.restores == 0, f"host page {page} is being restored; flush first"
+        if self._out.pop(page, None) is None:
+            self._take_from_reclaimable(page)
+        pages = self._by_key[held.entry.key]
+        pages.remove(page)
+        if not pages:
+            del self._by_key[held.entry.key]
+        del self._pages[page]
+        self._allocator.free(held.units)
+
+    def clear(self) -> None:
+        """Drop every page. Precondition: no restore is queued."""
+        assert not self._in, f"{len(self._in)} restores are queued; flush first"
+        for page in list(self._pages):
+            self.forget(page)
+
+    def check(self) -> None:
+        """Every unit is free or of one page, every page is in one state, and the queues name pages that exist."""
+        held = [page.units for page in self._pages.values()]
+        listed = np.sort(np.concatenate([self._allocator.check(), *held]))
+        if not np.array_equal(listed, np.arange(1, 1 + self.units_total)):
+            raise AssertionError(f"free and held host units do not partition 1...{self.units_total}: {listed.tolist()}")
+        by_key = sorted(page for pages in self._by_key.values() for page in pages)
+        if by_key != sorted(self._pages):
+            raise AssertionError(f"host pages by key {by_key} differ from host pages {sorted(self._pages)}")
+        restores = Counter(page for page, _ in self._in)
+        for page, host_page in self._pages.items():
+            if page != host_page.units[0] or page not in self._by_key.get(host_page.entry.key, ()):
+                raise AssertionError(f"host page {page} is not where its units or its key say")
+            if host_page.restores != restores[page]:
+                raise AssertionError(f"host page {page} counts {host_page.restores} restores, {restores[page]} queued")
+            if (self.state(page) == "reclaimable") != (page in self._reclaimable):
+                raise AssertionError(f"host page {page} is {self.state(page)}; to be evicted: {[*self._reclaimable]}")
+        foreign = (self._out.keys() | self._reclaimable.keys() | restores.keys()) - self._pages.keys()
+        if foreign:
+            raise AssertionError(f"host pages {sorted(foreign)} are queued and do not exist")
+        if self._reclaimable_units != sum(map(self.page_units, self._reclaimable)):
+            raise AssertionError(f"{self._reclaimable_units} host units are counted reclaimable, wrongly")
+        if self._arriving != {unit for _, units in self._in for unit in units.tolist()}:
+            raise AssertionError(f"device units {sorted(self._arriving)} wait for a restore, the queue says otherwise")
+
+    def _transfer(self, source: Tensor, target: Tensor, pairs: Units) -> int:
+        """Copy units ``pairs`` int32 [n, 2] in one launch; gives the bytes of the copied units."""
+        device = source.device if source.is_cuda else target.device
+        ops.transfer(source, target, torch.from_numpy(pairs).to(device), self._backend)
+        return len(pairs) * source[0].nbytes
+
+    # Which page goes first: these three know the order, the rest of the tier does not.
+
+    def _add_if_reclaimable(self, page: int) -> None:
+        if self.state(page) == "reclaimable":
+            self._reclaimable[page] = None
+            self._reclaimable_units += self.page_units(page)
+
+    def _take_from_reclaimable(self, page: int) -> None:
+        del self._reclaimable[page]
+        self._reclaimable_units -= self.page_units(page)
+
+    def _evict(self, units: int) -> None:
+        """Forget reclaimable pages, least recently used first, until at least ``units`` units are freed."""
+        target = self.units_free + units
+        while self.units_free < target:
+            self.forget(next(iter(self._reclaimable)))
+            self.evicted += 1
+
+
+def available_memory() -> int:
+    """Bytes of host memory that can be had without swapping: the kernel's own estimate."""
+    with open("/proc/meminfo") as lines:
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+
+
+def _allocate(units: int, kv: Tensor) -> Tensor:
+    """The host pool's memory, uninitialised."""
+    shape = units + 1, *kv.shape[1:]
+    nbytes = math.prod(shape) * kv.element_size()
+    if kv.is_cuda:
+        nbytes = 1 << (nbytes - 1).bit_length()  # torch rounds pinned memory up to a power of two
+    available = available_memory()
+    message = (
+        f"a host tier of {units} units takes {nbytes} bytes of host memory, and {available} are available; "
+        f"lower host_tokens"
+    )
+    if nbytes > available:
+        raise ValueError(message)
+    try:
+        return torch.empty(shape, dtype=kv.dtype, pin_memory=kv.is_cuda)
+    except RuntimeError as error:
+        raise ValueError(f"{message} ({error})") from error
+
+
+def _last_of_each_target(pairs: Units) -> Units:
+    """Of (source, target) pairs int32 [n, 2], for each target the last one: what they leave behind in that order."""
+    latest_first = pairs[::-1]
+    return latest_first[np.unique(latest_first[:, 1], return_index=True)[1]]
