@@ -15,6 +15,7 @@ from octavo.core.config import EngineConfig
 from octavo.core.device_tables import DeviceTables
 from octavo.core.digests import DigestStore
 from octavo.core.hf_model import HFModel
+from octavo.core.host_tier import HostTier
 from octavo.core.interfaces import SparseMethod
 from octavo.core.layer_groups import LayerPlan
 from octavo.core.page_pool import PagePool, Units
@@ -53,12 +54,14 @@ class StepRunner:
         pool: PagePool,
         plan: LayerPlan,
         max_entries: int,
+        host: HostTier | None,
     ) -> None:
         self.kv = kv
         self.backend = backend
         self._model = model
         self._pool = pool
         self._plan = plan
+        self._host = host
         self._page_tokens = config.text_page_tokens
         self._tables = DeviceTables(config.max_seqs, plan.slices, max_entries, kv.device)
         self._digests: dict[str, DigestStore] = {}
@@ -66,12 +69,14 @@ class StepRunner:
         self.copies = 0
 
     def run(self, plan: StepPlan, scheduler: Scheduler) -> tuple[Tensor, list[Row]]:
-        """Copy what is to be written, make missing digests, compute the plan's tokens.
+        """Exchange pages with the host, copy what is to be written, make missing digests, compute the plan's tokens.
 
         Gives fp32 logits of the rows that somebody wants, in the order of the list.
         """
         self._pending_copies += plan.copies
         self._tables.sync(scheduler.running)
+        if self._host is not None and self._host.pending:
+            self._host.flush(self.kv)
         self._copy_pages()
         chunks = sorted(plan.chunks, key=self._packing)
         step, rows = self._build(chunks)

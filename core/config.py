@@ -40,7 +40,7 @@ class EngineConfig:
         layer_groups: layers with a sliding window have block tables of their own, and pages that the window has passed
             go back to the pool while the request lives; False keeps every token in every layer.
         allocator, eviction: names of policies in ``octavo.core.policies``, or for ``eviction`` an ``EvictionPolicy``.
-        host_tokens: slots of the host tier.
+        host_tokens: slots of the host tier, where pages go that the device gives up; 0 is none.
         kv_dtype: element type of the pool; "auto" is the type in which the model produces its keys.
         backend: kernels to use; "auto" is Triton on CUDA and the CPU path elsewhere.
         execution: how a step is launched; "auto" is eager.
@@ -78,6 +78,12 @@ class EngineConfig:
             value = getattr(self, name)
             if not _is_number(value) or not 0.0 < value <= 1.0:
                 raise ValueError(f"{name} must be in (0, 1], got {value!r}")
+        if not _is_int(self.host_tokens) or self.host_tokens < 0:
+            raise ValueError(f"host_tokens must be an integer of at least 0, got {self.host_tokens!r}")
+        if self.host_tokens and not self.prefix_cache:
+            raise ValueError(
+                f"host_tokens={self.host_tokens} needs prefix_cache=True: pages in host memory are found by their keys"
+            )
         if not _is_int(self.seed):
             raise ValueError(f"seed must be an integer, got {self.seed!r}")
         for name in ("prefix_cache", "layer_groups"):
@@ -102,8 +108,6 @@ class EngineConfig:
         _known("kv_dtype", self.kv_dtype, tuple(KV_DTYPES), KV_DTYPES_LATER)
         _known("backend", self.backend, BACKENDS)
         _known("execution", self.execution, EXECUTIONS, EXECUTIONS_LATER)
-        if self.host_tokens:
-            raise ValueError(f"host_tokens={self.host_tokens}: the host tier is not built yet; use 0")
 
     @property
     def eviction_policy(self) -> EvictionPolicy:

@@ -34,7 +34,10 @@ class DeviceTables:
         running = list(running)
         for sequence in self._rows.keys() - set(running):
             self._free.append(self._rows.pop(sequence))
-        where, what, valid, written = [], [], [], []
+        what: list[NDArray[np.int64]] = []
+        valid: list[NDArray[np.int32]] = []
+        where: list[NDArray[np.int64]] = []
+        written = []
         self._widen(max((s.layout.first_entry(s.table.n_pages) for s in running), default=0))
         for sequence in running:
             if sequence not in self._rows:
@@ -46,10 +49,10 @@ class DeviceTables:
             first_slice = 0
             for number, table in enumerate(sequence.tables):
                 if table.stale_from < table.n_pages:
-                    for parts, part in zip(
-                        (what, valid, where), self._difference(sequence, table, first_slice), strict=True
-                    ):
-                        parts.append(part)
+                    units, counts, at = self._difference(sequence, table, first_slice)
+                    what.append(units)
+                    valid.append(counts)
+                    where.append(at)
                     written.append(table)
                     if number == 0 and not sequence.layout.uniform:
                         self._write_positions(sequence)
@@ -57,9 +60,8 @@ class DeviceTables:
         if where:
             device = self.entries.device
             index = torch.from_numpy(np.concatenate(where)).to(device)
-            units, counts = torch.from_numpy(np.concatenate(what)), torch.from_numpy(np.concatenate(valid))
-            values = pack_entries(units, counts).to(device)
-            self.entries.view(-1).index_copy_(0, index, values)
+            values = pack_entries(torch.from_numpy(np.concatenate(what)), torch.from_numpy(np.concatenate(valid)))
+            self.entries.view(-1).index_copy_(0, index, values.to(device))
         for table in written:  # only now: a copy that failed is made again
             table.stale_from = table.n_pages
 

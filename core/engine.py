@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from threading import Lock
@@ -22,15 +23,16 @@ from octavo.core.interfaces import ModelSpec, SegmentEncoder, SparseMethod
 from octavo.core.layer_groups import LayerPlan
 from octavo.core.outputs import Completion, EngineStats, Sample, StepOutput
 from octavo.core.page_layout import PageLayout
-from octavo.core.page_pool import PagePool
+from octavo.core.page_pool import PagePool, Units
 from octavo.core.policies import ALLOCATORS
-from octavo.core.prefix_cache import PrefixCache, root_key
+from octavo.core.prefix_cache import Node, PrefixCache, root_key
 from octavo.core.prompts import Prompt, PromptReader
 from octavo.core.sampler import sample, token_logprobs
 from octavo.core.scheduler import Scheduler, StepPlan
 from octavo.core.sequence import Request
 from octavo.core.sequence import Sequence as TokenSequence
 from octavo.core.session import Session
+from octavo.core.transfer_costs import PageCosts
 from octavo.core.virtual_memory import DriverError
 
 log = logging.getLogger(__name__)
@@ -83,17 +85,21 @@ class Engine:
         self._memory = sizing.allocate_pool(self.config, self.spec, self._plan, units, dtype, device)
         kv = self._memory.tensor
         self._text = PageLayout([], self.config.policies, self.config.unit_tokens)
+        index = PrefixCache(len(self._plan.groups))
+        self._host = sizing.host_tier(self.config, self._plan, kv, backend, index)
+        self.costs = PageCosts.of(model, self.spec, kv, backend, self._host is not None)
         self._pool = PagePool(
             ALLOCATORS[self.config.allocator](self._memory.units),
             self.config.eviction_policy,
-            PrefixCache(len(self._plan.groups)),
+            index,
             unit_bytes=kv[0].nbytes,
             growable=self._memory.max_units - self._memory.units,
             grow=self._grow,
+            on_evict=None if self._host is None else self._demote,
         )
-        self._scheduler = Scheduler(self.config, self._pool, self._plan)
+        self._scheduler = Scheduler(self.config, self._pool, self._plan, self._make_findable, self._host)
         entries = self._text.entries_for(self._max_tokens)
-        self._runner = StepRunner(self._model, self.config, kv, backend, self._pool, self._plan, entries)
+        self._runner = StepRunner(self._model, self.config, kv, backend, self._pool, self._plan, entries, self._host)
         self._prompts = PromptReader(tokenizer, self.spec.vocab_size)
         self._eos = self._model.eos_token_ids | {
             token for token in [getattr(tokenizer, "eos_token_id", None)] if token is not None
@@ -220,6 +226,7 @@ class Engine:
 
     def _pass(self, plan: StepPlan) -> None:
         """Compute a plan, publish what it filled and take the tokens it yields; news go to ``_undelivered``."""
+        began = time.perf_counter()
         logits, rows = self._runner.run(plan, self._scheduler)
         self._steps += 1
         try:
@@ -227,6 +234,7 @@ class Engine:
                 chunk.sequence.computed = chunk.end
                 self._publish(chunk.sequence)
             self._read_logits(logits, rows)
+            self.costs.observe(((chunk.count, chunk.start) for chunk in plan.chunks), time.perf_counter() - began)
         except BaseException:
             for sequence in [s for s in self._scheduler.running if s.computed >= s.goal]:
                 self._scheduler.preempt(sequence)  # its logits are lost: it computes its last token again
@@ -323,6 +331,9 @@ class Engine:
             pages_free=pool.free_units // page_units,
             pages_cached=pool.cached_units // page_units,
             pages_held=pool.held_units // page_units,
+            host_units_total=self._host.units_total if self._host else 0,
+            host_units_free=self._host.units_free if self._host else 0,
+            host_units_held=self._host.units_held if self._host else 0,
             hit_tokens=scheduler.hit_tokens,
             query_tokens=scheduler.query_tokens,
             evictions=pool.evictions,
@@ -360,6 +371,8 @@ class Engine:
             AssertionError: naming the first invariant that is broken.
         """
         self._pool.check()
+        if self._host is not None:
+            self._host.check()
         self._scheduler.check()
         holders = [*self._scheduler.running, *self._scheduler.parked]
         check_tables((table for sequence in holders for table in sequence.tables), self._pool)
@@ -462,10 +475,29 @@ class Engine:
             for group, table in enumerate(sequence.tables):
                 (page,) = table.pages(number, number + 1).tolist()
                 if page not in index:
-                    chained = not self._plan.groups[group].window
-                    self._pool.publish(page, node, group, chained=chained, priority=request.priority)
+                    self._make_findable(page, node, group, request.priority)
             sequence.nodes.append(node)
             self._scheduler.published(keys[number], sequence)
+
+    def _make_findable(self, page: int, node: Node, group: int, priority: int) -> None:
+        """Publish a page. Behind a window it may be evicted before what comes after it."""
+        tokens = len(node.tokens)
+        self._pool.publish(
+            page,
+            node,
+            group,
+            chained=not self._plan.groups[group].window,
+            priority=priority,
+            recompute_s=self.costs.recompute_seconds(tokens, node.end - tokens),
+        )
+
+    def _demote(self, units: Units, node: Node, group: int) -> None:
+        """Let the host tier have a page that is being evicted, if bringing it back is cheaper than computing it."""
+        assert self._host is not None
+        tokens = len(node.tokens)
+        nbytes = len(units) * self._runner.kv[0].nbytes
+        if node.host[group] or self.costs.restore_is_cheaper(nbytes, tokens, node.end - tokens):
+            self._host.store(units, node, group)
 
     def _read_logits(self, logits: torch.Tensor, rows: list[Row]) -> None:
         """Record known tokens' log-probabilities, fork the samples of finished prompts, draw, and see who is done."""

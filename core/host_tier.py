@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, OrderedDict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -13,30 +13,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.core.interfaces import Allocator
-from octavo.core.prefix_cache import NodeId, PageKey, Parent
+from octavo.core.prefix_cache import Node, PrefixCache
 from octavo.kernels import ops
 
 Units = NDArray[np.int32]
 PageState = Literal["dirty", "clean", "reclaimable"]
 
 
-@dataclass(frozen=True, eq=False)
-class PageEntry:
-    """What the prefix index knew of a page when the device gave it up: enough to verify a hit and to publish the page
-    again under the node that it had. ``tokens`` int32 [n]; ``provenance`` "" is exact."""
-
-    key: PageKey
-    node: NodeId
-    parent: Parent
-    tokens: NDArray[np.int32]
-    provenance: str
-
-
 @dataclass
 class _HostPage:
-    """A page of k host units, and how many queued restores read it."""
+    """A page of k host units: whose it is, for which group of layers, and how many restores of it are wanted."""
 
-    entry: PageEntry
+    node: Node
+    group: int
     units: Units
     restores: int = 0
 
@@ -54,7 +43,7 @@ class HostTier:
 
     States of a host page::
 
-                 store             flush                      restore
+                 store             flush                       hold
         (none) ---------> dirty ------------> reclaimable ----------------> clean
                           queued to be        complete, nobody <----------- complete,
                           copied out          restores from it     flush    being restored
@@ -70,17 +59,20 @@ class HostTier:
     somebody else as soon as ``store`` returns: whoever writes it comes after the copy out. And a host unit may be
     overwritten as soon as ``flush`` returns: whoever overwrites it comes after the copy in.
 
+    A node of the prefix index knows its host pages (``Node.host``), so a prefix is found here as it is on the device.
+
     Args:
         units: usable units of the host pool; a scratch unit comes on top, so that both pools count from 1.
         kv: the device's pool ``[units, layers, 2, kv_heads, unit_tokens, head_dim]``, for its shape, dtype and device.
         backend: whose kernels copy.
         allocator: of exactly ``units`` units, all free.
+        index: whose nodes the pages belong to.
 
     Raises:
         ValueError: ``units`` is less than 1, or the machine does not have the memory.
     """
 
-    def __init__(self, units: int, kv: Tensor, backend: str, allocator: Allocator) -> None:
+    def __init__(self, units: int, kv: Tensor, backend: str, allocator: Allocator, index: PrefixCache) -> None:
         if units < 1:
             raise ValueError(f"a host tier of {units} units holds nothing; it needs at least 1, or set host_tokens=0")
         assert allocator.total_units == allocator.free_units == units
@@ -92,8 +84,8 @@ class HostTier:
         self.bytes_in = 0
         self._backend = backend
         self._allocator = allocator
+        self._index = index
         self._pages: dict[int, _HostPage] = {}
-        self._by_key: dict[PageKey, list[int]] = {}
         self._reclaimable: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._reclaimable_units = 0
         self._out: OrderedDict[int, Units] = OrderedDict()  # host page -> device units, in the order of last use
@@ -123,19 +115,6 @@ class HostTier:
         """Whether there is something to flush."""
         return bool(self._out or self._in)
 
-    def find(self, key: PageKey, parent: Parent, tokens: NDArray[np.int32], provenance: str) -> int | None:
-        """The host page that holds ``tokens`` int32 [n] after ``parent``, or None. Verified as in ``PrefixCache.find``;
-        finding is no use."""
-        for page in self._by_key.get(key, ()):
-            entry = self._pages[page].entry
-            if entry.parent == parent and entry.provenance == provenance and np.array_equal(entry.tokens, tokens):
-                return page
-        return None
-
-    def node(self, page: int) -> NodeId:
-        """The node that the page held on the device; it must be published under it again, or its children are lost."""
-        return self._pages[page].entry.node
-
     def page_units(self, page: int) -> int:
         """How many units the page takes, k."""
         return len(self._pages[page].units)
@@ -145,15 +124,15 @@ class HostTier:
             return "dirty"
         return "clean" if self._pages[page].restores else "reclaimable"
 
-    def store(self, units: Units, entry: PageEntry) -> bool:
-        """Keep a page that the device is giving up; ``units`` int32 [k] are its units there, in order.
+    def store(self, units: Units, node: Node, group: int = 0) -> bool:
+        """Keep a node's page that the device is giving up; ``units`` int32 [k] are its units there, in order.
 
-        They must keep their contents until the next flush. Contents that are here already are only marked as used.
-        Gives False, and changes nothing, if dirty pages and pages being restored leave too little room.
+        They must keep their contents until the next flush. A page that is here already is only marked as used. Gives
+        False, and changes nothing, if dirty pages and pages being restored leave too little room.
         """
         assert len(units) > 0
-        page = self.find(entry.key, entry.parent, entry.tokens, entry.provenance)
-        if page is not None:
+        page = node.host[group]
+        if page:
             for queue in (self._out, self._reclaimable):
                 if page in queue:
                     queue.move_to_end(page)
@@ -164,25 +143,25 @@ class HostTier:
             return False
         self._evict(missing)
         host_units = self._allocator.allocate(len(units))
-        page = int(host_units[0])
-        # The index may write over its own array of tokens when it forgets the page.
-        self._pages[page] = _HostPage(replace(entry, tokens=entry.tokens.copy()), host_units)
-        self._by_key.setdefault(entry.key, []).append(page)
+        page = node.host[group] = int(host_units[0])
+        self._pages[page] = _HostPage(node, group, host_units)
         self._out[page] = units.copy()
         return True
 
-    def restore(self, page: int, units: Units) -> None:
-        """Queue a copy of a page into ``units`` int32 [k] of the device, in order, that nobody reads before the flush.
-
-        They may have been given up in this very step. Of two restores into one unit the later holds. The page is not
-        evicted before its copy was carried out.
-        """
-        held = self._pages[page]
-        assert len(units) == len(held.units), f"a page of {len(held.units)} units does not fit {len(units)}"
-        assert len(np.unique(units)) == len(units), "a page is restored into distinct units"
+    def hold(self, page: int) -> None:
+        """Keep a page, because it will be restored: it is not evicted before its copy was carried out."""
         if page in self._reclaimable:
             self._take_from_reclaimable(page)
-        held.restores += 1
+        self._pages[page].restores += 1
+
+    def restore(self, page: int, units: Units) -> None:
+        """Queue the copy of a page that is held into ``units`` int32 [k] of the device, in order, that nobody reads
+        before the flush. They may have been given up in this very step. Of two restores into one unit the later holds.
+        """
+        held = self._pages[page]
+        assert held.restores, f"host page {page} is restored and not held"
+        assert len(units) == len(held.units), f"a page of {len(held.units)} units does not fit {len(units)}"
+        assert len(np.unique(units)) == len(units), "a page is restored into distinct units"
         self._in.append((page, units.copy()))
         self._arriving.update(units.tolist())
 
@@ -223,10 +202,8 @@ class HostTier:
         assert held.restores == 0, f"host page {page} is being restored; flush first"
         if self._out.pop(page, None) is None:
             self._take_from_reclaimable(page)
-        pages = self._by_key[held.entry.key]
-        pages.remove(page)
-        if not pages:
-            del self._by_key[held.entry.key]
+        held.node.host[held.group] = 0
+        self._index.prune(held.node)
         del self._pages[page]
         self._allocator.free(held.units)
 
@@ -242,13 +219,10 @@ class HostTier:
         listed = np.sort(np.concatenate([self._allocator.check(), *held]))
         if not np.array_equal(listed, np.arange(1, 1 + self.units_total)):
             raise AssertionError(f"free and held host units do not partition 1...{self.units_total}: {listed.tolist()}")
-        by_key = sorted(page for pages in self._by_key.values() for page in pages)
-        if by_key != sorted(self._pages):
-            raise AssertionError(f"host pages by key {by_key} differ from host pages {sorted(self._pages)}")
         restores = Counter(page for page, _ in self._in)
         for page, host_page in self._pages.items():
-            if page != host_page.units[0] or page not in self._by_key.get(host_page.entry.key, ()):
-                raise AssertionError(f"host page {page} is not where its units or its key say")
+            if page != host_page.units[0] or page != host_page.node.host[host_page.group]:
+                raise AssertionError(f"host page {page} is not where its units or its node say")
             if host_page.restores != restores[page]:
                 raise AssertionError(f"host page {page} counts {host_page.restores} restores, {restores[page]} queued")
             if (self.state(page) == "reclaimable") != (page in self._reclaimable):

@@ -33,7 +33,8 @@ class PagePool:
     that it is about older contents.
 
     An elastic pool grows before anything is evicted: ``grow(units)`` is asked for at least so many more units and says
-    how many it added, and ``growable`` is what may still come. ``on_evict`` sees each page before it is forgotten.
+    how many it added, and ``growable`` is what may still come. ``on_evict(units, node, group)`` sees each page
+    before it is forgotten.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class PagePool:
         unit_bytes: int = 1,
         growable: int = 0,
         grow: Callable[[int], int] | None = None,
-        on_evict: Callable[[int], None] | None = None,
+        on_evict: Callable[[Units, Node, int], None] | None = None,
     ) -> None:
         most = allocator.total_units + growable
         self.index = index
@@ -62,7 +63,7 @@ class PagePool:
         self._unit_bytes = unit_bytes
         self._allocator = allocator
         self._grow = grow
-        self.on_evict = on_evict
+        self._on_evict = on_evict
         self._cached = 0
 
     @property
@@ -234,8 +235,9 @@ class PagePool:
         while self.free_units < wanted:
             victims = self._idle.evict(-(-(wanted - self.free_units) // int(self.size.max())))
             for page in victims.tolist():
-                if self.on_evict is not None:
-                    self.on_evict(page)
+                if self._on_evict is not None:
+                    units = self._units(np.array([page], np.int32))
+                    self._on_evict(units, self.index.node(page), self.index.group(page))
                 self.index.forget(page)
             self._findable[victims] = False
             self._cached -= int(self.size[victims].sum())

@@ -42,10 +42,11 @@ class Node:
 
     Nodes are compared by identity, which is equality of whole prefixes. ``pages[group]`` are the device pages that
     hold its KV for a group of layers (several if twins were computed side by side), ``host[group]`` its page in the
-    host tier, 0 if there is none. ``children`` counts the nodes that come right after it.
+    host tier, 0 if there is none. ``children`` counts the nodes that come right after it; ``end`` is the number of
+    tokens of the whole prefix.
     """
 
-    __slots__ = ("children", "host", "id", "key", "pages", "parent", "provenance", "tokens")
+    __slots__ = ("children", "end", "host", "id", "key", "pages", "parent", "provenance", "tokens")
 
     def __init__(
         self, number: int, key: PageKey, parent: Parent, tokens: NDArray[np.int32], provenance: str, groups: int
@@ -58,6 +59,7 @@ class Node:
         self.pages: list[list[int]] = [[] for _ in range(groups)]
         self.host = [0] * groups
         self.children = 0
+        self.end: int = len(tokens) + (parent.end if isinstance(parent, Node) else 0)
 
     def page(self, group: int) -> int:
         """A device page that holds this prefix's last page for a group of layers; 0 if there is none."""

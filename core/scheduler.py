@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from octavo.core.block_table import BlockTable
 from octavo.core.config import EngineConfig
+from octavo.core.host_tier import HostTier
 from octavo.core.layer_groups import LayerPlan
 from octavo.core.page_layout import PageLayout
 from octavo.core.page_pool import PagePool, Units
-from octavo.core.prefix_cache import PageKey
+from octavo.core.prefix_cache import Node, PageKey
 from octavo.core.sequence import PrefixMatch, Sequence, match_prefix
 
 
@@ -50,12 +52,24 @@ class Scheduler:
     waiting   no pages, no row
     running   pages, and a place among ``max_seqs``
     parked    pages, but nothing to compute: idle sessions, whose pages go before anybody is preempted
+
+    ``publish(page, node, group, priority)`` makes a page findable. Pages of the ``host`` tier that a prefix hit meets
+    are brought back.
     """
 
-    def __init__(self, config: EngineConfig, pool: PagePool, plan: LayerPlan) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        pool: PagePool,
+        plan: LayerPlan,
+        publish: Callable[[int, Node, int, int], None],
+        host: HostTier | None,
+    ) -> None:
         self._config = config
         self._pool = pool
         self._plan = plan
+        self._publish = publish
+        self._host = host
         self._step = 0
         self._computing: dict[PageKey, Sequence] = {}
         self.waiting: list[Sequence] = []
@@ -227,6 +241,7 @@ class Scheduler:
                 self._preempt(victims.pop(), plan)
 
         self._pool.retain(found)
+        self._restore(sequence, match)
         for table, pages in zip(sequence.tables, match.pages, strict=True):
             table.append(pages)
         self._pool.book.touch(found, sequence.request.priority)
@@ -253,6 +268,22 @@ class Scheduler:
         staying = sorted(self.running, key=_worth)[: len(self.running) - victims]
         held = np.unique(np.concatenate([found, *(table.pages() for s in staying for table in s.tables)]))
         return fresh + int(self._pool.size[held[held > 0]].sum()) <= self._pool.most_units
+
+    def _restore(self, sequence: Sequence, match: PrefixMatch) -> None:
+        """Bring the pages of a hit that are in the host tier back, into ``match.pages``. They are findable at once: the
+        copies are carried out before anybody reads."""
+        if not match.restores:
+            return
+        assert self._host is not None
+        wanted = [(number, group, match.nodes[number].host[group]) for number, group in match.restores]
+        for *_, host_page in wanted:
+            self._host.hold(host_page)  # what is evicted to make room for them must not push them out
+        for number, group, host_page in wanted:
+            size = self._host.page_units(host_page)
+            (page,) = self._pool.allocate(1, size)
+            self._host.restore(host_page, self._pool.units_of(np.array([page], np.int32), size)[0])
+            self._publish(int(page), match.nodes[number], group, sequence.request.priority)
+            match.pages[group][number] = page
 
     def _place(self, sequence: Sequence, count: int, plan: StepPlan) -> None:
         """Give a chunk its pages and put it in the plan."""

@@ -6,15 +6,19 @@ import os
 from importlib.util import find_spec
 
 import torch
+from torch import Tensor
 
 from octavo.core.config import KV_DTYPES, EngineConfig
 from octavo.core.elastic import PoolMemory, pool_memory
 from octavo.core.errors import CapacityError
 from octavo.core.growth import Growth
+from octavo.core.host_tier import HostTier
 from octavo.core.interfaces import ModelSpec
 from octavo.core.layer_groups import LayerPlan
 from octavo.core.page_layout import PageLayout
 from octavo.core.page_pool import PagePool
+from octavo.core.policies import ALLOCATORS
+from octavo.core.prefix_cache import PrefixCache
 from octavo.kernels.layout import MAX_UNITS, pool_shape
 
 CPU_POOL_BYTES = 4 << 30
@@ -101,6 +105,15 @@ def allocate_pool(
         page_bytes=page_tokens * spec.kv_bytes_per_token(dtype.itemsize),
     )
     return pool_memory(unit_shape, dtype, device, **steps._asdict())
+
+
+def host_tier(config: EngineConfig, plan: LayerPlan, kv: Tensor, backend: str, index: PrefixCache) -> HostTier | None:
+    """The host tier that was asked for, in whole text pages."""
+    if not config.host_tokens:
+        return None
+    page_tokens = config.text_page_tokens
+    units = -(-config.host_tokens // page_tokens) * (page_tokens // config.unit_tokens) * plan.slices
+    return HostTier(units, kv, backend, ALLOCATORS[config.allocator](units), index)
 
 
 def check_fits(layout: PageLayout, plan: LayerPlan, prompt: int, required: int, longest: int, pool: PagePool) -> None:

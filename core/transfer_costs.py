@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from octavo.core.interfaces import ModelSpec
 from octavo.kernels import ops
@@ -67,6 +68,49 @@ class TransferCosts:
     def restore_is_cheaper(self, nbytes: int, tokens: int, position: int, parameters: int, spec: ModelSpec) -> bool:
         """Whether to bring a page back; also when it makes no difference, since the device computes meanwhile."""
         return self.restore_seconds(nbytes) <= self.recompute_seconds(tokens, position, parameters, spec)
+
+
+NOMINAL_FLOPS_PER_S = {"cpu": 1e11, "cuda": 1e14}
+"""Taken for granted until the first longer prefill has been timed."""
+
+TIMED_TOKENS = 128
+"""Tokens of a step that is long enough to say how fast the device computes."""
+
+
+class PageCosts:
+    """What a model's pages cost on this machine: ``rates`` are measured, ``parameters`` those that multiply a token."""
+
+    def __init__(self, rates: TransferCosts, parameters: int, spec: ModelSpec) -> None:
+        self.rates = rates
+        self._parameters = parameters
+        self._spec = spec
+        self._timed = False
+
+    @classmethod
+    def of(cls, model: nn.Module, spec: ModelSpec, kv: Tensor, backend: str, host: bool) -> PageCosts:
+        """For a model whose pages lie in ``kv``; the bus is measured if there is a ``host`` tier."""
+        looked_up = model.get_input_embeddings().weight.numel()  # type: ignore[operator]
+        parameters = sum(parameter.numel() for parameter in model.parameters()) - looked_up
+        bytes_per_s = measure_bytes_per_s(kv, backend) if host else 1e10
+        return cls(TransferCosts(bytes_per_s, 0.0, NOMINAL_FLOPS_PER_S[kv.device.type]), parameters, spec)
+
+    def recompute_seconds(self, tokens: int, position: int) -> float:
+        """Predicted seconds to compute ``tokens`` tokens from ``position`` on."""
+        return self.rates.recompute_seconds(tokens, position, self._parameters, self._spec)
+
+    def restore_is_cheaper(self, nbytes: int, tokens: int, position: int) -> bool:
+        """Whether a page had better be brought back from the host than computed again."""
+        return self.rates.restore_is_cheaper(nbytes, tokens, position, self._parameters, self._spec)
+
+    def observe(self, chunks: Iterable[tuple[int, int]], seconds: float) -> None:
+        """A step computed these (tokens, position) in so many seconds; the fastest one says what the device can do."""
+        chunks = list(chunks)
+        if sum(tokens for tokens, _ in chunks) < TIMED_TOKENS:
+            return
+        flops = sum(self.recompute_seconds(*chunk) for chunk in chunks) * self.rates.flops_per_s
+        reached = flops / seconds
+        if not self._timed or reached > self.rates.flops_per_s:
+            self.rates, self._timed = replace(self.rates, flops_per_s=reached), True
 
 
 def measure_bytes_per_s(kv: Tensor, backend: str, nbytes: int = 16 << 20) -> float:
