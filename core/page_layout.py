@@ -170,9 +170,10 @@ class PageLayout:
         valid = np.full(self.entries_for(tokens), self.unit_tokens, np.int32)
         for extent in self._between(0, tokens):
             if extent.end is not None:
-                own = valid[extent.entry : self._end_entry(extent)]
-                left = extent.end - extent.start - np.arange(len(own), dtype=np.int32) * np.int32(self.unit_tokens)
-                np.clip(left, 0, self.unit_tokens, out=own)
+                full, rest = divmod(extent.end - extent.start, self.unit_tokens)
+                valid[extent.entry + full : self._end_entry(extent)] = 0
+                if rest:
+                    valid[extent.entry + full : extent.entry + full + 1] = rest  # a slice, as it may not be held yet
         return valid
 
     def unit_pos(self, tokens: int) -> NDArray[np.int32]:
