@@ -31,8 +31,8 @@ class Facts:
     page_seconds: float
 
 
-def serve(engine: Engine, model: Any, workload: Workload) -> dict[str, Any]:
-    """All requests of a workload, step by step.
+def serve(engine: Engine, model: Any, workload: Workload, salt: str) -> dict[str, Any]:
+    """All requests of a workload, step by step. Passes of one engine with different salts find no pages of another.
 
     Steps count as decode steps, and their waste is summed, once every prompt is computed: then the tokens that are
     stored are known from outside, all of a request but the one drawn last.
@@ -48,8 +48,7 @@ def serve(engine: Engine, model: Any, workload: Workload) -> dict[str, Any]:
     slots = waste = predicted = 0
     start = time.perf_counter()
     ids = [
-        # The requests' own salt keeps their pages from being found again by a later pass of this engine.
-        engine.submit(prompt, SamplingParams(max_tokens=new, ignore_eos=True), salt=f"{len(workload.prompts)} requests")
+        engine.submit(prompt, SamplingParams(max_tokens=new, ignore_eos=True), salt=salt)
         for prompt, new in zip(workload.prompts, workload.new_tokens, strict=True)
     ]
     prompts = dict(zip(ids, map(len, workload.prompts), strict=True))

@@ -247,11 +247,11 @@ class PageSize(Config):
             )
         given = [
             f"engine.{key}={getattr(self.engine, key)}"
-            for key in ("page_tokens", "page_policies")
+            for key in ("page_tokens", "page_policies", "pool_tokens")
             if getattr(self.engine, key) != getattr(EngineSettings(), key)
         ]
         if given:
-            raise ConfigError(f"{given[0]}: this experiment sets the text page itself, as in page_sizes=[16,32]")
+            raise ConfigError(f"{given[0]}: this experiment sets pages and pool itself, as in page_sizes=[16,32]")
 
 
 @dataclass

@@ -85,13 +85,15 @@ def _rounds(
     done = run.done("item", "round", "page_tokens")
     for number in range(_repeats(config)):
         load = watch()
-        for size in sizes:
+        for size in sizes[:: -1 if number % 2 else 1]:  # back and forth, so that a drift favours no size
             if (item, number, size) in done:
                 continue
             engine = _engine(config, model, workload, size)
-            serve(engine, model, workload.cut(requests=2, prompt=64, new=4))  # loads, allocates and compiles
+            # Loads, allocates and compiles; its pages must not be found again.
+            serve(engine, model, workload.cut(requests=2, prompt=64, new=4), salt="warm-up")
+            served = serve(engine, model, workload, salt="timed")
             where = {"item": item, "round": number, "page_tokens": size}
-            run.add({**where, **serve(engine, model, workload), **memory(engine, model), **dataclasses.asdict(load)})
+            run.add({**where, **served, **memory(engine, model), **dataclasses.asdict(load)})
         own = [s for s in run.samples if (s["item"], s["round"]) == (item, number)]
         yield "tokens/s: " + "  ".join(f"{s['page_tokens']}: {s['new_tokens'] / s['seconds']:.0f}" for s in own)
 

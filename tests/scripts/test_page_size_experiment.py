@@ -31,7 +31,7 @@ def test_serving_counts_waste_to_the_slot(t_model: Any, engine_for: Any) -> None
     """Pages of 4. The first step computes all prompts and draws a token each, which ends the third request. The second
     stores 6 and 3 tokens and ends the second request, the third and fourth store 7 and 8 of the first."""
     engine = engine_for(t_model, page_tokens=4)
-    found = serve(engine, t_model, SMALL)
+    found = serve(engine, t_model, SMALL, "salt")
     assert (found["requests"], found["prompt_tokens"], found["new_tokens"], found["steps"]) == (3, 8, 7, 4)
     assert found["pages"] == 2 + 1 + 1
     # After the second step the first request holds 8 slots and stores 6; after the third 8 and 7; then nothing is left.
@@ -39,12 +39,16 @@ def test_serving_counts_waste_to_the_slot(t_model: Any, engine_for: Any) -> None
     assert found["waste_slot_steps"] == found["predicted_waste_slot_steps"] == 2 + 1
     assert 0 < found["host_seconds"] < found["seconds"] and 0 < found["step_p99_seconds"] < found["seconds"]
     assert not t_model._forward_hooks and not t_model._forward_pre_hooks
+    again = serve(engine, t_model, SMALL, "another salt")
+    assert engine.stats().hit_tokens == 0 and again["held_slot_steps"] == 16
+    serve(engine, t_model, SMALL, "salt")
+    assert engine.stats().hit_tokens == 4  # the full page of the first prompt
 
 
 @pytest.mark.parametrize("page", [4, 5, 16, 24])
 def test_predicted_waste_is_measured_waste(page: int, t_model: Any, engine_for: Any) -> None:
     longer = Workload("longer", tuple([n] * n for n in (3, 9, 16, 20)), (9, 14, 3, 11))
-    found = serve(engine_for(t_model, page_tokens=page), t_model, longer)
+    found = serve(engine_for(t_model, page_tokens=page), t_model, longer, "salt")
     assert found["waste_slot_steps"] == found["predicted_waste_slot_steps"] > 0
 
 
@@ -151,7 +155,8 @@ class TestOffline:
         ({"images": [-4]}, "images=-4: must be at least 1"),
         ({"repeats": 0}, "repeats=0: must be at least 1"),
         ({"largest_page": 4}, "largest_page=4: must be at least 8"),
-        ({"engine": EngineSettings(page_tokens=32)}, "engine.page_tokens=32: this experiment sets the text page"),
+        ({"engine": EngineSettings(page_tokens=32)}, "engine.page_tokens=32: this experiment sets"),
+        ({"engine": EngineSettings(pool_tokens=999)}, "engine.pool_tokens=999: this experiment sets"),
         ({"engine": EngineSettings(page_policies={"text": 8})}, "engine.page_policies"),
     ],
 )
