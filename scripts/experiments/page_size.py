@@ -20,6 +20,7 @@ from octavo.scripts.schema import Config, PageSize
 from octavo.scripts.workloads import Workload
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
     from octavo.core import Engine
@@ -220,19 +221,25 @@ def _refuse_too_long(workload: Workload, model: Any) -> None:
 
 
 def speed_plot(rows: Sequence[Row]) -> Figure:
-    """Tokens/s and p99 of decode steps by page size; lines where the rules say."""
+    """Tokens/s and p99 of decode steps by page size; stars are the rules' pages, in rounds of their own."""
     from matplotlib.figure import Figure
 
     swept = [row for row in rows if row["policy"] == "fixed" and row["name"] == "octavo"]
+    said: dict[int, list[str]] = {}
+    for row in rows:
+        if "formula_tokens" in row:
+            said.setdefault(row["page_tokens"], []).append(row["policy"])
     figure = Figure(figsize=(10, 4), layout="constrained")
     for axes, key, label in zip(
         figure.subplots(1, 2), ("tokens_per_s", "step_p99_ms"), ("new tokens a second", "p99 decode step (ms)"),
         strict=True,
     ):  # fmt: skip
         axes.plot([row["page_tokens"] for row in swept], [row[key] for row in swept], "o-", label="fixed")
-        for number, row in enumerate(row for row in rows if "formula_tokens" in row):
-            axes.plot(row["page_tokens"], row[key], "*", color=f"C{number + 1}", markersize=12, label=row["policy"])
-        axes.set(xscale="log", xlabel="tokens of a page", ylabel=label, ylim=(0, None))
+        for number, (page, names) in enumerate(said.items(), 1):
+            value = next(row[key] for row in rows if row["policy"] in names)
+            axes.plot(page, value, "*", color=f"C{number}", markersize=12, label=", ".join(names))
+        axes.set(ylabel=label, ylim=(0, None))
+        _page_axis(axes, [*(row["page_tokens"] for row in swept), *said])
     figure.axes[0].legend(fontsize="small")
     return figure
 
@@ -264,6 +271,14 @@ def waste_plot(rows: Sequence[Row]) -> Figure:
         sizes = [row["page_tokens"] for row in own]
         axes.plot(sizes, [row["predicted_waste_percent"] for row in own], color=f"C{number}")
         axes.plot(sizes, [row["waste_percent"] for row in own], "o", color=f"C{number}", label=task)
-    axes.set(xscale="log", xlabel="tokens of a page", ylabel="empty slots (%)", ylim=(0, None))
+    axes.set(ylabel="empty slots (%)", ylim=(0, None))
+    _page_axis(axes, [row["page_tokens"] for row in fixed])
     axes.legend(fontsize="small")
     return figure
+
+
+def _page_axis(axes: Axes, sizes: Sequence[int]) -> None:
+    ticks = sorted(set(sizes))
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, [str(size) for size in ticks])
+    axes.set_xlabel("tokens of a page")
