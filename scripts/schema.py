@@ -280,6 +280,44 @@ class Elastic(Config):
                 raise ConfigError(f"chunk_mib lists {size} twice")
 
 
+ALLOCATOR_NAMES = ("stack", "first_fit", "next_fit", "best_fit", "buddy", "linear")
+MIX_NAMES = ("1", "1:1.5", "1:4")
+
+
+@dataclass
+class Allocators(Config):
+    """allocators: of ``octavo.core.policies.allocators``. rivals: who else serves pages of one size. mixes: page sizes
+    in one pool, of ``octavo.scripts.allocator_traffic``. fills: percent of the pool that is held at the peak.
+    sequences: how many grow at a time. steps: of one token each. repeats: rounds in which all take turns."""
+
+    allocators: list[str] = field(default_factory=lambda: list(ALLOCATOR_NAMES))
+    rivals: list[str] = field(default_factory=lambda: ["vllm"])
+    mixes: list[str] = field(default_factory=lambda: list(MIX_NAMES))
+    fills: list[int] = field(default_factory=lambda: [50, 70, 80, 90, 95, 98])
+    sequences: int = 1000
+    steps: int = 2048
+    repeats: int = 3
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _each_once("allocators", self.allocators, ALLOCATOR_NAMES)
+        _each_once("rivals", self.rivals, ("vllm",))
+        _each_once("mixes", self.mixes, MIX_NAMES)
+        if not self.allocators:
+            raise ConfigError("allocators is empty; give at least one, for instance allocators=[stack]")
+        for fill in self.fills:
+            if not 1 <= fill <= 100:
+                raise ConfigError(f"fills={fill}: must be a percentage from 1 to 100")
+            if self.fills.count(fill) > 1:
+                raise ConfigError(f"fills lists {fill} twice")
+        for key in ("sequences", "steps", "repeats"):
+            at_least(key, getattr(self, key), 1)
+        if self.sequences > 2048:
+            raise ConfigError(
+                f"sequences={self.sequences}: at most 2048, as a pool of 65536 pages must hold 32 of each"
+            )
+
+
 def _each_once(key: str, names: list[str], known: tuple[str, ...]) -> None:
     for name in names:
         one_of(key, name, known)
@@ -288,6 +326,7 @@ def _each_once(key: str, names: list[str], known: tuple[str, ...]) -> None:
 
 
 EXPERIMENTS: dict[str, type[Config]] = {
+    "allocators": Allocators,
     "code_completion": CodeCompletion,
     "devices": Devices,
     "elastic": Elastic,
