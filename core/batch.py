@@ -15,9 +15,9 @@ from octavo.core.config import EngineConfig
 from octavo.core.device_tables import DeviceTables
 from octavo.core.digests import DigestStore
 from octavo.core.hf_model import HFModel
-from octavo.core.host_tier import HostTier
 from octavo.core.interfaces import SparseMethod
 from octavo.core.layer_groups import LayerPlan
+from octavo.core.memory.host_tier import HostTier
 from octavo.core.page_pool import PagePool, Units
 from octavo.core.page_view import StepPages
 from octavo.core.scheduler import Chunk, Scheduler, StepPlan

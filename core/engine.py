@@ -21,6 +21,8 @@ from octavo.core.errors import BatchError
 from octavo.core.hf_model import HFModel, load
 from octavo.core.interfaces import ModelSpec, SegmentEncoder, SparseMethod
 from octavo.core.layer_groups import LayerPlan
+from octavo.core.memory.transfer_costs import PageCosts
+from octavo.core.memory.virtual_memory import DriverError
 from octavo.core.outputs import Completion, EngineStats, Sample, StepOutput
 from octavo.core.page_layout import PageLayout
 from octavo.core.page_pool import PagePool, Units
@@ -32,8 +34,6 @@ from octavo.core.scheduler import Scheduler, StepPlan
 from octavo.core.sequence import Request
 from octavo.core.sequence import Sequence as TokenSequence
 from octavo.core.session import Session
-from octavo.core.transfer_costs import PageCosts
-from octavo.core.virtual_memory import DriverError
 
 log = logging.getLogger(__name__)
 

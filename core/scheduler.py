@@ -10,8 +10,8 @@ import numpy as np
 
 from octavo.core.block_table import BlockTable
 from octavo.core.config import EngineConfig
-from octavo.core.host_tier import HostTier
 from octavo.core.layer_groups import LayerPlan
+from octavo.core.memory.host_tier import HostTier
 from octavo.core.page_layout import PageLayout
 from octavo.core.page_pool import PagePool, Units
 from octavo.core.prefix_cache import Node, PageKey

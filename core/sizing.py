@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from octavo.core.config import KV_DTYPES, EngineConfig
-from octavo.core.elastic import PoolMemory, pool_memory
 from octavo.core.errors import CapacityError
-from octavo.core.growth import Growth
-from octavo.core.host_tier import HostTier
 from octavo.core.interfaces import ModelSpec
 from octavo.core.layer_groups import LayerPlan
+from octavo.core.memory.elastic import PoolMemory, pool_memory
+from octavo.core.memory.growth import Growth
+from octavo.core.memory.host_tier import HostTier
 from octavo.core.page_layout import PageLayout
 from octavo.core.page_pool import PagePool
 from octavo.core.policies import ALLOCATORS

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     import torch
     from matplotlib.figure import Figure
 
-    from octavo.core.elastic import PoolMemory
-    from octavo.core.growth import PoolSteps
+    from octavo.core.memory.elastic import PoolMemory
+    from octavo.core.memory.growth import PoolSteps
 
 Row = dict[str, Any]
 
@@ -139,8 +139,8 @@ def _pools(config: Elastic) -> tuple[tuple[int, ...], torch.dtype, torch.device,
         ConfigError: the pool is smaller than a page of the model.
     """
     from octavo.core import sizing
-    from octavo.core.growth import Growth, PoolSteps
     from octavo.core.hf_model import HFModel
+    from octavo.core.memory.growth import Growth, PoolSteps
     from octavo.kernels.layout import pool_shape
 
     engine = build.engine_config(config.engine)
@@ -164,7 +164,7 @@ def _pools(config: Elastic) -> tuple[tuple[int, ...], torch.dtype, torch.device,
 
 def _wave(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, steps: PoolSteps) -> dict[str, Any]:
     """One pool's way through the waves."""
-    from octavo.core.elastic import pool_memory
+    from octavo.core.memory.elastic import pool_memory
 
     start_us, memory = _timed(device, lambda: pool_memory(shape, dtype, device, **steps._asdict()))
     with closing(memory):

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from octavo.core.elastic import PoolMemory, pool_memory
+from octavo.core.memory.elastic import PoolMemory, pool_memory
 from octavo.kernels import ops
 from octavo.kernels.layout import pack_entries
 

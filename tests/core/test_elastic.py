@@ -14,9 +14,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octavo.core.elastic import pool_memory
-from octavo.core.growth import Growth
-from octavo.core.virtual_memory import DeviceRange, DriverError, PlainRange
+from octavo.core.memory.elastic import pool_memory
+from octavo.core.memory.growth import Growth
+from octavo.core.memory.virtual_memory import DeviceRange, DriverError, PlainRange
 
 UNIT = (2, 2, 1, 4, 8)
 UNIT_BYTES = 512  # of float32
@@ -398,7 +398,7 @@ class TestFailures:
             assert not driver.mapped and not driver.reserved, "memory is held twice"
             return PlainRange(*arguments)
 
-        monkeypatch.setattr("octavo.core.elastic.PlainRange", allocate)
+        monkeypatch.setattr("octavo.core.memory.elastic.PlainRange", allocate)
         driver.failing[name] = (0, "CUDA_ERROR_UNKNOWN")
         memory = device_pool()
         assert driver.calls[name] and not memory.elastic

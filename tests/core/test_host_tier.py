@@ -9,8 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from octavo.core import host_tier
-from octavo.core.host_tier import HostTier, PageEntry
+from octavo.core.memory import host_tier
+from octavo.core.memory.host_tier import HostTier, PageEntry
 from octavo.core.prefix_cache import page_key, root_key
 from octavo.kernels import ops
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from octavo.core.interfaces import ModelSpec
-from octavo.core.transfer_costs import TransferCosts, measure_bytes_per_s
+from octavo.core.memory.transfer_costs import TransferCosts, measure_bytes_per_s
 from octavo.kernels.layout import pool_shape
 
 SPEC = ModelSpec("tiny", 3, 4, 2, 8, torch.float32, 128, 1 << 20, (0, 0, 0))

@@ -9,8 +9,8 @@ import math
 import torch
 from torch import Tensor
 
-from octavo.core.growth import PoolSteps
-from octavo.core.virtual_memory import AddressRange, DeviceRange, DriverError, HostRange, PlainRange
+from octavo.core.memory.growth import PoolSteps
+from octavo.core.memory.virtual_memory import AddressRange, DeviceRange, DriverError, HostRange, PlainRange
 
 log = logging.getLogger(__name__)
 

@@ -1,0 +1,1 @@
+"""What backs a pool: memory that grows at a constant address, and the host tier."""
