@@ -98,7 +98,7 @@ class StepRunner:
             rows += [Row(chunk, p) for p in chunk.sequence.known_rows(chunk.start, chunk.end)]
             if chunk.end == len(chunk.sequence.tokens) and not chunk.sequence.forced:
                 rows.append(Row(chunk, chunk.end - 1))
-        slots = np.concatenate([self._slots(chunk) for chunk in chunks], axis=1)
+        slots = np.ascontiguousarray(np.concatenate([self._slots(chunk) for chunk in chunks], axis=1))
         step = PagedStep(self.kv, self._plan, self.backend, self._to_device(slots))
         singles = [chunk for chunk in chunks if chunk.count == 1]
         start = 0
