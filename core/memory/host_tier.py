@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.core.interfaces import Allocator
-from octavo.core.memory.staging import LONG_RUN_BYTES, Staging, host_runs
 from octavo.core.prefix_cache import Node, PrefixCache
 from octavo.kernels import ops
 
@@ -84,7 +83,6 @@ class HostTier:
         self.bytes_out = 0
         self.bytes_in = 0
         self._backend = backend
-        self._staging: Staging | None = None
         self._allocator = allocator
         self._index = index
         self._pages: dict[int, _HostPage] = {}
@@ -183,14 +181,14 @@ class HostTier:
         assert kv[0].shape == self.kv[0].shape and kv.dtype == self.kv.dtype, "a pool with units of another shape"
         if self._out:
             pairs = [np.stack([units, self._pages[page].units], 1) for page, units in self._out.items()]
-            self.bytes_out += self._transfer(kv, np.concatenate(pairs), out=True)
+            self.bytes_out += self._transfer(kv, self.kv, np.concatenate(pairs))
             self.stored += len(self._out)
             complete, self._out = self._out, OrderedDict()
             for page in complete:
                 self._add_if_reclaimable(page)
         if self._in:
-            pairs = [np.stack([units, self._pages[page].units], 1) for page, units in self._in]
-            self.bytes_in += self._transfer(kv, _last_into_each_unit(np.concatenate(pairs)), out=False)
+            pairs = [np.stack([self._pages[page].units, units], 1) for page, units in self._in]
+            self.bytes_in += self._transfer(self.kv, kv, _last_of_each_target(np.concatenate(pairs)))
             self.restored += len(self._in)
             carried_out, self._in = self._in, []
             self._arriving.clear()
@@ -237,23 +235,11 @@ class HostTier:
         if self._arriving != {unit for _, units in self._in for unit in units.tolist()}:
             raise AssertionError(f"device units {sorted(self._arriving)} wait for a restore, the queue says otherwise")
 
-    def _transfer(self, kv: Tensor, pairs: Units, *, out: bool) -> int:
-        """Copy units, ``pairs`` int32 [n, 2] of (device unit, host unit), in or out; gives the bytes of these units.
-
-        One launch of a kernel that reaches into host memory, or, where the units lie in long runs there, the copy
-        engine by way of two buffers.
-        """
-        unit_bytes = self.kv[0].nbytes
-        if kv.is_cuda:
-            pairs = pairs[np.argsort(pairs[:, 1])]
-            if len(pairs) * unit_bytes >= LONG_RUN_BYTES * len(host_runs(pairs[:, 1])):
-                self._staging = self._staging or Staging(kv)
-                self._staging.move(kv, self.kv, pairs, out=out, backend=self._backend)
-                return len(pairs) * unit_bytes
-        source, target = (kv, self.kv) if out else (self.kv, kv)
-        ordered = pairs if out else np.ascontiguousarray(pairs[:, ::-1])
-        ops.transfer(source, target, torch.from_numpy(ordered).to(kv.device), self._backend)
-        return len(pairs) * unit_bytes
+    def _transfer(self, source: Tensor, target: Tensor, pairs: Units) -> int:
+        """Copy units ``pairs`` int32 [n, 2] in one launch; gives the bytes of the copied units."""
+        device = source.device if source.is_cuda else target.device
+        ops.transfer(source, target, torch.from_numpy(pairs).to(device), self._backend)
+        return len(pairs) * source[0].nbytes
 
     # Which page goes first: these three know the order, the rest of the tier does not.
 
@@ -299,8 +285,7 @@ def _allocate(units: int, kv: Tensor) -> Tensor:
         raise ValueError(f"{message} ({error})") from error
 
 
-def _last_into_each_unit(pairs: Units) -> Units:
-    """Of (device unit, host unit) pairs int32 [n, 2], for each device unit the last one: what restores in that order
-    leave behind."""
+def _last_of_each_target(pairs: Units) -> Units:
+    """Of (source, target) pairs int32 [n, 2], for each target the last one: what they leave behind in that order."""
     latest_first = pairs[::-1]
-    return latest_first[np.unique(latest_first[:, 0], return_index=True)[1]]
+    return latest_first[np.unique(latest_first[:, 1], return_index=True)[1]]
