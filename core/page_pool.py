@@ -94,14 +94,21 @@ class PagePool:
         return self.free_units + self._cached - self._kept_units
 
     @property
+    def kept(self) -> Pages:
+        """Idle pages that cannot be evicted: they are pinned, or needed by one that is."""
+        return self._idle.kept
+
+    @property
     def _kept_units(self) -> int:
-        """Units of idle pages that are pinned, or needed by one that is."""
-        kept = self._idle.kept
+        kept = self.kept
         return int(self.size[kept].sum()) if len(kept) else 0
 
     def idle_among(self, pages: Pages) -> int:
-        """Units of the idle ones of some findable pages: retaining them takes at most so many from ``available``."""
-        return int(self.size[pages[self.refs[pages] == 0]].sum())
+        """Units that retaining some findable pages takes from ``available``: those of the idle ones that could go."""
+        idle = pages[self.refs[pages] == 0]
+        if len(idle) and len(kept := self.kept):
+            idle = idle[~np.isin(idle, kept)]
+        return int(self.size[idle].sum())
 
     def units_of(self, pages: Pages, size: int) -> Units:
         """Units int32 [n, size] of n pages of one size, in the order of their tokens; page 0 (a hole) gives zeros."""
@@ -208,6 +215,8 @@ class PagePool:
         """Every unit is in exactly one state, and the counts say so."""
         free, idle = self._allocator.check(), self._idle.check()
         held = np.flatnonzero(self.refs).astype(np.int32)
+        if not (self.size[held] > 0).all():
+            raise AssertionError(f"pages {held[self.size[held] == 0].tolist()} are held and were never given out")
         units = [free, *(self._units(np.array([page], np.int32)) for page in (*idle, *held))]
         listed = np.sort(np.concatenate(units))
         if not np.array_equal(listed, np.arange(1, 1 + self.total_units)):

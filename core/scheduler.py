@@ -237,8 +237,10 @@ class Scheduler:
         while fresh + self._pool.idle_among(found) > self._pool.available:
             if self.parked:
                 self._reclaim()
-            else:
+            elif victims:
                 self._preempt(victims.pop(), plan)
+            else:  # the pages of those who made way are pinned
+                return False
 
         self._pool.retain(found)
         self._restore(sequence, match)
@@ -266,7 +268,8 @@ class Scheduler:
         if fresh + self._pool.idle_among(found) <= self._pool.available + self._pool.growable:
             return True
         staying = sorted(self.running, key=_worth)[: len(self.running) - victims]
-        held = np.unique(np.concatenate([found, *(table.pages() for s in staying for table in s.tables)]))
+        tables = [table.pages() for s in staying for table in s.tables]
+        held = np.unique(np.concatenate([found, self._pool.kept, *tables]))
         return fresh + int(self._pool.size[held[held > 0]].sum()) <= self._pool.most_units
 
     def _restore(self, sequence: Sequence, match: PrefixMatch) -> None:

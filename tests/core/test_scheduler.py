@@ -64,8 +64,8 @@ class TestPagesOfOneRequest:
         engine.step()
         assert b.table.pages().tolist() == [4, 5]
         engine.abort("a")
-        assert engine._pool.allocate(3).tolist() == [1, 2, 3]  # a stack: the chain tail was given back first
-        engine._pool.release(np.array([1, 2, 3], np.int32))
+        assert engine._pool.allocate(3).tolist() == [3, 2, 1]  # a stack: they come back as they were given, tail first
+        engine._pool.release(np.array([3, 2, 1], np.int32))
         drain(engine)
 
     @pytest.mark.parametrize("page_tokens, unit", [(16, 16), (24, 8), (5, 1), (48, 16), (256, 64)])
@@ -105,6 +105,20 @@ class TestAdmissionIsATransaction:
         assert drained.order == ["r", "q"] and drained.completions["q"].cached_tokens == 12
         assert drained.tokens_of("q") == alone(engine_for, t_model, prompt, max_tokens=3, **GREEDY)
         assert_idle(engine)
+
+    def test_pinned_pages_leave_no_room(self, t_model, engine_for, drain):
+        engine = engine_for(t_model, pool_tokens=40, eviction="priority")
+        pinned = tokens(33)
+        engine.submit(pinned, SamplingParams(max_tokens=1), priority=100)
+        drain(engine)
+        assert pages(engine) == {"free": 2, "cached": 8, "held": 0} and engine._pool.available == 2
+        engine.submit(tokens(9, 1), SamplingParams(max_tokens=1), request_id="large")
+        engine.submit(tokens(5, 1), SamplingParams(max_tokens=4, **GREEDY), request_id="small")
+        engine.submit(pinned, SamplingParams(max_tokens=4, **GREEDY), request_id="hit")
+        drained = drain(engine)
+        reasons = {key: completion.samples[0].finish_reason for key, completion in drained.completions.items()}
+        assert reasons == {"large": "capacity", "small": "length", "hit": "length"}
+        assert drained.completions["hit"].cached_tokens == 32 and len(engine._pool.kept) == 8
 
     @pytest.mark.parametrize("length, together", [(24, True), (25, False)], ids=["just_fits", "one_page_too_many"])
     def test_br12_hit_pages_are_no_victims(self, t_model, engine_for, drain, assert_idle, length, together):
