@@ -223,10 +223,16 @@ class Scheduler:
         sequence.computed = hit_tokens
         count = min(sequence.chunk_limit(), self._config.step_tokens - plan.tokens)
         sequence.computed = 0
-        grown = layout.first_entry(layout.pages_for(hit_tokens + count)) - layout.first_entry(hit_pages)
-        fresh = grown * self._plan.slices
-        fresh += sum(layout.page_entries(page) * self._plan.groups[group].slices for page, group in match.restores)
+        restored = sum(layout.page_entries(page) * self._plan.groups[group].slices for page, group in match.restores)
 
+        def fresh_for(count: int) -> int:
+            grown = layout.first_entry(layout.pages_for(hit_tokens + count)) - layout.first_entry(hit_pages)
+            return grown * self._plan.slices + restored
+
+        if not self.running:  # as much as there is room for: what a window passes makes room for the rest
+            room = self._pool.most_units - int(self._pool.size[match.device_pages].sum())
+            count = max(1, bisect_right(range(1, count + 1), room, key=fresh_for))
+        fresh = fresh_for(count)
         victims = sorted((s for s in self.running if s.request.priority < sequence.request.priority), key=_worth)
         if not self._could_fit(fresh, match, len(victims)):
             return False

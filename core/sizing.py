@@ -120,7 +120,8 @@ def check_fits(layout: PageLayout, plan: LayerPlan, prompt: int, required: int, 
     """Refuse a request of which ``required`` new tokens can never be had, whoever else is served.
 
     The last token's KV is never stored, so ``prompt + required - 1`` slots are needed: all of them in layers that see
-    everything, and what a window can touch in the others.
+    everything, and what a window can touch in the others. That is most where a page begins, since the window then
+    touches the longest stretch in front of it; on pages of one size, where the last page begins.
     """
     if prompt + required > longest:
         raise CapacityError(
@@ -129,15 +130,20 @@ def check_fits(layout: PageLayout, plan: LayerPlan, prompt: int, required: int, 
         )
     stored = prompt + required - 1
     pages = layout.pages_for(stored)
-    units = 0
-    for group in plan.groups:
-        first = layout.page_of(group.first_seen(stored - 1))
-        units += (layout.first_entry(pages) - layout.first_entry(first)) * group.slices
+    starts = map(layout.first_token, [pages - 1] if layout.uniform else range(pages))
+    units = max(_units_seen(layout, plan, start) for start in starts)
     if units > pool.most_units:
         page_tokens = layout.page_slots(pages - 1)
-        slots = units * layout.unit_tokens // plan.slices
+        slots = -(-units * layout.unit_tokens // plan.slices)
+        there = pool.most_units * layout.unit_tokens // plan.slices
         raise CapacityError(
-            f"a prompt of {prompt} tokens and {required} new ones need {pages} pages of {page_tokens} tokens, and the "
-            f"pool has {pool.most_units * layout.unit_tokens // plan.slices // page_tokens}; raise pool_tokens to at "
-            f"least {slots}"
+            f"a prompt of {prompt} tokens and {required} new ones need {-(-slots // page_tokens)} pages of "
+            f"{page_tokens} tokens, and the pool has {there // page_tokens}; raise pool_tokens to at least {slots}"
         )
+
+
+def _units_seen(layout: PageLayout, plan: LayerPlan, position: int) -> int:
+    """Units of the pages that a query at ``position`` sees or is on."""
+    end = layout.first_entry(layout.page_of(position) + 1)
+    firsts = [layout.first_entry(layout.page_of(group.first_seen(position))) for group in plan.groups]
+    return sum((end - first) * group.slices for first, group in zip(firsts, plan.groups, strict=True))
