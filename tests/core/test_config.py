@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from octavo.core import BatchError, Engine, EngineConfig, SamplingParams
-from octavo.core.policies import FixedPages
+from octavo.core.policies import EVICTIONS, FixedPages
 
 NAN = float("nan")
 
@@ -40,9 +40,11 @@ class TestEngineConfig:
             ({"memory_fraction": NAN}, r"memory_fraction .* got nan"),
             ({"memory_fraction": "half"}, r"memory_fraction .* got 'half'"),
             ({"allocator": "stak"}, r"allocator='stak' is unknown; did you mean 'stack'"),
-            ({"allocator": "buddy"}, r"allocator='buddy' is not built yet; use one of: stack"),
+            ({"allocator": 4}, r"allocator=4 is unknown"),
+            ({"layer_groups": 1}, r"layer_groups must be True or False, got 1"),
             ({"eviction": "lur"}, r"eviction='lur' is unknown; did you mean 'lru'"),
-            ({"eviction": "lfu"}, r"eviction='lfu' is not built yet"),
+            ({"eviction": "belady"}, r"eviction='belady' is unknown"),
+            ({"eviction": 4}, r"eviction must be a name or an EvictionPolicy, got 4"),
             ({"kv_dtype": "fp8"}, r"kv_dtype='fp8' is not built yet; use one of: auto, fp16, bf16, fp32"),
             ({"kv_dtype": "int4"}, r"kv_dtype='int4' is not built yet"),
             ({"kv_dtype": "float32"}, r"kv_dtype='float32' is unknown"),
@@ -75,6 +77,22 @@ class TestEngineConfig:
     def test_page_sizes(self, fields, text, unit):
         config = EngineConfig(**fields)
         assert (config.text_page_tokens, config.unit_tokens) == (text, unit)
+
+    @pytest.mark.parametrize(
+        "field, names",
+        [
+            ("allocator", "stack first_fit next_fit best_fit buddy linear"),
+            ("eviction", "lru lru_k fifo lfu priority cost"),
+        ],
+    )
+    def test_policies_of_the_contract_go_by_name(self, field, names):
+        for name in names.split():
+            assert getattr(EngineConfig(**{field: name}), field) == name
+
+    def test_each_config_makes_a_policy_of_its_own_unless_it_is_given_one(self):
+        config, own = EngineConfig(eviction="lfu"), EVICTIONS["lru"]()
+        assert type(config.eviction_policy) is type(EVICTIONS["lfu"]())
+        assert EngineConfig(eviction=own).eviction_policy is own
 
     def test_is_frozen(self):
         with pytest.raises(FrozenInstanceError):

@@ -156,7 +156,7 @@ def test_a_rewritten_page_gets_a_new_digest(make_llama, engine_for):
         cut = session._parked
         session.tokens = session.tokens[:33]
         session._spans = [session._spans[0]._replace(stop=33)]
-        cut.truncate(33, 4)
+        cut.truncate(33)
         session.append(tokens(9, seed + 50))
         got = session.generate(SamplingParams(max_tokens=8, ignore_eos=True))
         engine.check()
@@ -177,7 +177,7 @@ def test_pages_that_a_drawing_method_shaped_belong_to_its_seed(make_llama, engin
     keys = []
     for seed in (1, 2):
         request = engine._new_request(prompt, SamplingParams(seed=seed), None, drawing, 0, None)
-        keys.append(Sequence(request, 0, prompt + shaped, engine._pool).keys(12, 4))
+        keys.append(Sequence(request, 0, prompt + shaped, engine._pool, engine._plan).keys(12))
     assert [one == other for one, other in zip(*keys, strict=True)] == [True] * 11 + [False]
 
 

@@ -151,7 +151,7 @@ def test_chunks(reference, engine_for, step_tokens, page_tokens, backend):
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_preemption(reference, engine_for, backend):
-    engine = engine_for(reference.model, pool_tokens=48, backend=backend)
+    engine = engine_for(reference.model, pool_tokens=32, backend=backend)
     check_batch(reference, engine)
     assert engine.stats().preemptions > 0
 

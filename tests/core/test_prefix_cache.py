@@ -85,55 +85,133 @@ class TestKeys:
         assert lists == [here, here]
 
 
+def enter(index, parent, *page, provenance=""):
+    """The node of a page after ``parent``, a node or the root key."""
+    key = parent if isinstance(parent, bytes) else parent.key
+    return index.enter(page_key(key, array(*page), provenance), parent, array(*page), provenance)
+
+
 class TestIndex:
     def test_publish_find_forget(self):
-        index = PrefixCache(8, 2)
-        root = root_key()
-        key = page_key(root_key(), array(1, 2))
+        index, root = PrefixCache(), root_key()
+        key = page_key(root, array(1, 2))
         assert index.find(key, root, array(1, 2), "") is None
-        node = index.publish(5, key, root, array(1, 2), "")
-        assert index.find(key, root, array(1, 2), "") == 5 and index.node(5) == node and 5 in index and len(index) == 1
+        node = enter(index, root, 1, 2)
+        index.attach(5, node)
+        assert index.find(key, root, array(1, 2), "") is node and node.page(0) == 5
+        assert index.node(5) is node and index.group(5) == 0 and 5 in index and len(index) == 1
         index.check()
         index.forget(5)
         assert index.find(key, root, array(1, 2), "") is None and 5 not in index and len(index) == 0
         index.check()
 
     @pytest.mark.parametrize(
-        "parent, page, provenance", [(99, (1, 2), ""), (1, (1, 3), ""), (1, (1, 2), "other")],
+        "parent, page, provenance", [("other", (1, 2), ""), ("root", (1, 3), ""), ("root", (1, 2), "other")],
         ids=["another_parent", "other_tokens", "another_provenance"],
     )  # fmt: skip
     def test_br20_a_key_that_collides_is_a_miss(self, parent, page, provenance):
-        index, key = PrefixCache(8, 2), PageKey(b"k")
-        index.publish(5, key, 1, array(1, 2), "")
-        assert index.find(key, 1, array(1, 2), "") == 5
-        assert index.find(key, parent, array(*page), provenance) is None
+        index, key = PrefixCache(), PageKey(b"k")
+        parents = {"root": root_key(), "other": enter(index, root_key(), 7)}
+        index.attach(5, index.enter(key, parents["root"], array(1, 2), ""))
+        assert index.find(key, parents["root"], array(1, 2), "").page(0) == 5
+        assert index.find(key, parents[parent], array(*page), provenance) is None
+        twin = index.enter(key, parents[parent], array(*page), provenance)
+        index.attach(6, twin)
+        index.forget(5)
+        assert index.find(key, parents[parent], array(*page), provenance) is twin
+        assert index.find(key, parents["root"], array(1, 2), "") is None
 
     def test_twins_are_tracked_apart(self):
-        index = PrefixCache(8, 2)
-        root, key = root_key(), page_key(root_key(), array(1, 2))
-        nodes = [index.publish(page, key, root, array(1, 2), "") for page in (5, 3)]
-        assert nodes[0] == nodes[1] and len(index) == 2
+        index, root = PrefixCache(), root_key()
+        node = enter(index, root, 1, 2)
+        for page in (5, 3):
+            assert enter(index, root, 1, 2) is node
+            index.attach(page, node)
+        assert node.pages == [[5, 3]] and len(index) == 2
         index.forget(5)
-        assert index.find(key, root, array(1, 2), "") == 3
+        assert index.find(node.key, root, array(1, 2), "") is node and node.page(0) == 3
         index.check()
         index.forget(3)
-        assert index.find(key, root, array(1, 2), "") is None
+        assert index.find(node.key, root, array(1, 2), "") is None and node.page(0) == 0
+
+    def test_each_group_of_layers_has_its_pages(self):
+        index = PrefixCache(2)
+        node = enter(index, root_key(), 1)
+        index.attach(5, node, 1)
+        assert (node.page(0), node.page(1), index.group(5)) == (0, 5, 1)
+        index.attach(3, node, 0)
+        index.forget(5)
+        assert node.pages == [[3], []] and index.find(node.key, root_key(), array(1), "") is node
+        index.check()
+
+    def test_a_node_stays_while_longer_prefixes_lead_through_it(self):
+        index = PrefixCache()
+        first = enter(index, root_key(), 1)
+        second = enter(index, first, 2)
+        third = enter(index, second, 3)
+        for page, node in [(1, first), (2, second), (3, third)]:
+            index.attach(page, node)
+        index.forget(1)
+        index.forget(2)
+        index.check()
+        assert index.find(second.key, first, array(2), "") is second and second.page(0) == 0
+        index.forget(3)
+        index.check()
+        assert not index._nodes and first.children == second.children == 0
+
+    def test_a_page_that_comes_after_forgotten_ones_lists_them_again(self):
+        """A sequence whose window has passed its pages may be the last to know them."""
+        index = PrefixCache()
+        first = enter(index, root_key(), 1)
+        second = enter(index, first, 2)
+        index.attach(1, first)
+        index.attach(2, second)
+        index.forget(1)
+        index.forget(2)
+        third = enter(index, second, 3)
+        index.attach(3, third)
+        index.check()
+        assert index.find(first.key, root_key(), array(1), "") is first and first.children == 1
+        assert index.find(second.key, first, array(2), "") is second
+        assert index.find(third.key, second, array(3), "") is third
 
     def test_a_child_of_a_forgotten_parent_is_not_found_through_a_new_one(self):
-        index = PrefixCache(8, 1)
-        root, first = root_key(), page_key(root_key(), array(1))
-        node = index.publish(1, first, root, array(1), "")
-        second = page_key(first, array(2))
-        index.publish(2, second, node, array(2), "")
+        index, root = PrefixCache(), root_key()
+        first = enter(index, root, 1)
+        second = page_key(first.key, array(2))
+        index.attach(1, first)
         index.forget(1)
-        again = index.publish(3, first, root, array(1), "")
-        assert again != node and index.find(second, again, array(2), "") is None
+        again = enter(index, root, 1)
+        index.attach(3, again)
+        index.attach(2, enter(index, first, 2))
+        assert again is not first and again.id != first.id and index.find(second, again, array(2), "") is None
+        index.check()
 
-    def test_check_finds_a_page_under_a_wrong_key(self):
-        index = PrefixCache(8, 1)
-        index.publish(1, PageKey(b"a"), root_key(), array(1), "")
-        index._pages[PageKey(b"b")] = index._pages.pop(PageKey(b"a"))
-        with pytest.raises(AssertionError, match="page 1 is not listed under its own key"):
+    def test_a_page_is_published_once(self):
+        index = PrefixCache()
+        index.attach(1, enter(index, root_key(), 1))
+        with pytest.raises(AssertionError, match="page 1 is published already"):
+            index.attach(1, enter(index, root_key(), 2))
+
+    @pytest.mark.parametrize(
+        "break_it, message",
+        [
+            (lambda index, node: setattr(node, "key", PageKey(b"b")), "node 1 is listed under another key"),
+            (lambda index, node: setattr(node, "children", 5), "node 1 counts 5 children, not 1"),
+            (lambda index, node: index._of_page.pop(1), "differ from nodes of pages"),
+            (lambda index, node: enter(index, node, 9), "node 3 is kept and nothing needs it"),
+            (lambda index, node: index._of_page.update({1: (index.node(2), 0)}), "page 1 is not listed by its own"),
+        ],
+        ids=["key", "children", "page", "idle_node", "node"],
+    )
+    def test_check_finds(self, break_it, message):
+        index = PrefixCache()
+        node = enter(index, root_key(), 1)
+        index.attach(1, node)
+        index.attach(2, enter(index, node, 2))
+        index.check()
+        break_it(index, node)
+        with pytest.raises(AssertionError, match=message):
             index.check()
 
 
@@ -155,7 +233,7 @@ class TestHits:
             engine.step()
         index = engine._pool.index
         sizes = [len(held) for held in vars(index).values() if isinstance(held, dict)]
-        assert len(sizes) == 3 and max(sizes) <= 5
+        assert len(sizes) == 2 and max(sizes) <= 5
         assert_idle(engine)
 
     @pytest.mark.parametrize("length, hits", [(3, 0), (4, 0), (5, 4), (8, 4), (9, 8), (16, 12)])
@@ -223,7 +301,7 @@ class TestHits:
         monkeypatch.setattr(prefix_cache, "digest256", lambda *parts: PageKey(strong(*parts)[:1]))
         engine = engine_for(model, pool_tokens=2000, max_seqs=64)
         got = engine.generate(prompts, params)
-        assert max(len(pages) for pages in engine._pool.index._pages.values()) > 1  # keys did collide
+        assert max(len(nodes) for nodes in engine._pool.index._nodes.values()) > 1  # keys did collide
         assert [c.samples[0].token_ids for c in got] == [c.samples[0].token_ids for c in expected]
         assert engine.stats().hit_tokens > 0
         assert_idle(engine)

@@ -141,9 +141,9 @@ class TestProvenance:
         keys = []
         for spans in (first, second):
             request = engine._new_request(tokens(20), None, None, None, 0, None)
-            sequence = TokenSequence(request, 0, tokens(20), engine._pool)
+            sequence = TokenSequence(request, 0, tokens(20), engine._pool, engine._plan)
             sequence.sparse_spans = [SparseSpan(*span) for span in spans]
-            keys.append(sequence.keys(5, 4))
+            keys.append(sequence.keys(5))
         assert [one == other for one, other in zip(*keys, strict=True)] == same
 
     def test_what_a_session_computed_densely_is_not_taken_for_decoded(self, t_model, engine_for, drain, assert_idle):

@@ -155,15 +155,16 @@ class Traffic(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize(
-    "name, fields",
+    "name, fields, examples",
     [
-        ("t_model", {"pool_tokens": 60, "step_tokens": 9, "max_seqs": 4}),
-        ("t_model", {"pool_tokens": 56, "step_tokens": 64, "max_seqs": 6, "prefix_cache": False}),
-        ("w_model", {"pool_tokens": 75, "page_tokens": 5, "step_tokens": 3, "max_seqs": 3}),
+        ("t_model", {"pool_tokens": 60, "step_tokens": 9, "max_seqs": 4}, 40),
+        ("t_model", {"pool_tokens": 56, "step_tokens": 64, "max_seqs": 6, "prefix_cache": False}, 40),
+        ("w_model", {"pool_tokens": 60, "page_tokens": 5, "step_tokens": 3, "max_seqs": 3}, 40),
+        ("g_model", {"pool_tokens": 48, "step_tokens": 11, "max_seqs": 4}, 20),
     ],
-    ids=["small_steps", "no_prefix_cache", "window_page_5"],
+    ids=["small_steps", "no_prefix_cache", "window_page_5", "layer_groups"],
 )
-def test_traffic(request, engine_for, assert_idle, name, fields):
+def test_traffic(request, engine_for, assert_idle, name, fields, examples):
     model = request.getfixturevalue(name)
     known = {}
 
@@ -183,5 +184,5 @@ def test_traffic(request, engine_for, assert_idle, name, fields):
     machine.fixtures = SimpleNamespace(
         tight=lambda: engine_for(model, **fields), alone=alone, assert_idle=assert_idle, failing=failing, totals=totals
     )
-    run_state_machine_as_test(machine, settings=settings(max_examples=40, stateful_step_count=40))
+    run_state_machine_as_test(machine, settings=settings(max_examples=examples, stateful_step_count=40))
     assert min(totals.values()) > 20, f"the traffic was too light: {totals}"

@@ -9,6 +9,9 @@ import torch
 
 from octavo.core import SamplingParams
 from octavo.core.device_tables import DeviceTables
+from octavo.core.page_layout import PageLayout, Segment
+from octavo.core.policies import FixedPages
+from octavo.core.prefix_cache import root_key
 from octavo.kernels import ops, reference
 from octavo.kernels.layout import entry_units, entry_valid
 
@@ -20,51 +23,69 @@ def tokens(n, seed=0):
 
 
 class Table:
+    """A table of pages that are given by their units, [entries of the page] a slice."""
+
     def __init__(self, *pages):
-        self.listed, self.stale_from = list(pages), 0
+        self.listed, self.stale_from = [np.array(page, np.int32) for page in pages], 0
+
+    @property
+    def slices(self):
+        return len(self.listed[0])
 
     @property
     def n_pages(self):
         return len(self.listed)
 
-    def pages(self, start=0, stop=None):
-        return np.array(self.listed[start:stop], np.int32)
+    def entries(self, start, stop, layout):
+        return np.concatenate(self.listed[start:stop], axis=1)
+
+
+TEXT = PageLayout([], {"text": FixedPages(8)}, 4)
 
 
 class Holder:
-    def __init__(self, *pages):
-        self.table = Table(*pages)
+    def __init__(self, *tables, layout=TEXT):
+        self.tables, self.layout = list(tables), layout
+
+    @property
+    def table(self):
+        return self.tables[0]
+
+
+def holder(*pages):
+    """One group of one slice; pages of two units."""
+    return Holder(Table(*([page] for page in pages)))
 
 
 class TestDeviceTables:
-    def tables(self, rows=2):
-        return DeviceTables(rows, max_tokens=40, page_tokens=8, unit_tokens=4, device=torch.device("cpu"))
+    def tables(self, rows=2, slices=1):
+        return DeviceTables(rows, slices, 10, torch.device("cpu"))
 
-    def row(self, tables, holder):
-        entries = tables.entries[tables.rows([holder])[0]]
+    def row(self, tables, holder, at=0):
+        entries = tables.entries[at, tables.rows([holder])[0]]
         return entry_units(entries).tolist(), entry_valid(entries).tolist()
 
     def test_entries_of_a_page_of_two_units(self):
-        tables, a, b = self.tables(), Holder(1, 7), Holder(5)
+        tables, a, b = self.tables(), holder([1, 2], [7, 8]), holder([5, 6])
         tables.sync([a, b])
         assert self.row(tables, a) == ([1, 2, 7, 8, 0, 0, 0, 0, 0, 0], [4] * 4 + [0] * 6)
         assert self.row(tables, b) == ([5, 6] + [0] * 8, [4] * 2 + [0] * 8)
 
     def test_only_what_differs_is_written(self):
-        tables, a = self.tables(), Holder(1, 7)
+        tables, a = self.tables(), holder([1, 2], [7, 8])
         tables.sync([a])
         tables.entries.fill_(-1)
         tables.sync([a])
         assert (tables.entries == -1).all()
-        a.table.listed.append(3)
+        a.table.listed.append(np.array([[3, 4]], np.int32))
         tables.sync([a])
         assert (tables.entries != -1).sum() == 2 and self.row(tables, a)[0][4:6] == [3, 4]
-        a.table.listed[1], a.table.stale_from = 9, 1
+        a.table.listed[1], a.table.stale_from = np.array([[9, 10]], np.int32), 1
         tables.sync([a])
         assert self.row(tables, a)[0][:6] == [-1, -1, 9, 10, 3, 4] and a.table.stale_from == 3
 
     def test_rows_are_given_back_and_written_afresh(self):
-        tables, a, b, c = self.tables(), Holder(1), Holder(3), Holder(5)
+        tables, a, b, c = self.tables(), holder([1, 2]), holder([3, 4]), holder([5, 6])
         tables.sync([a, b])
         tables.sync([b, c])
         assert self.row(tables, b)[0][:2] == [3, 4] and self.row(tables, c)[0][:2] == [5, 6]
@@ -73,6 +94,38 @@ class TestDeviceTables:
         a.table.stale_from = 1
         tables.sync([a])
         assert self.row(tables, a)[0][:2] == [1, 2]
+
+    def test_each_slice_of_each_group_has_a_row_and_holes_have_no_tokens(self):
+        tables = self.tables(slices=3)
+        full, window = Table([[1, 2]], [[3, 4]]), Table([[0, 0], [0, 0]], [[5, 6], [7, 8]])
+        a = Holder(full, window)
+        tables.sync([a])
+        assert [self.row(tables, a, at)[0][:4] for at in range(3)] == [[1, 2, 3, 4], [0, 0, 5, 6], [0, 0, 7, 8]]
+        assert [self.row(tables, a, at)[1][:4] for at in range(3)] == [[4] * 4, [0, 0, 4, 4], [0, 0, 4, 4]]
+        tables.entries.fill_(-1)
+        window.listed[1], window.stale_from = np.array([[9, 10], [11, 12]], np.int32), 1
+        tables.sync([a])
+        assert (tables.entries != -1).sum() == 4 and self.row(tables, a, 2)[0][2:4] == [11, 12]
+
+    def test_sealed_pages_bring_positions_for_all_rows(self):
+        """A text of 5 tokens on pages of 8 is sealed: its last unit holds one token, and the next page is token 5."""
+        sealed = PageLayout(
+            [Segment("text", 5), Segment("image", 8)], {"text": FixedPages(8), "image": FixedPages(8)}, 4
+        )
+        tables, plain = self.tables(rows=3), holder([1, 2])
+        tables.sync([plain])
+        assert tables.unit_pos is None
+        a = Holder(Table([[3, 4]], [[5, 6]], [[7, 8]]), layout=sealed)
+        tables.sync([plain, a])
+        assert self.row(tables, a) == ([3, 4, 5, 6, 7, 8, 0, 0, 0, 0], [4, 1, 4, 4, 4, 4, 0, 0, 0, 0])
+        assert tables.unit_pos[tables.rows([a])[0], :6].tolist() == [0, 4, 5, 9, 13, 17]
+        assert tables.unit_pos[tables.rows([plain])[0]].tolist() == list(range(0, 40, 4))
+        row = int(tables.rows([a])[0])
+        tables.sync([plain])
+        later = holder([9, 10])
+        tables.sync([plain, later])
+        assert int(tables.rows([later])[0]) == row
+        assert tables.unit_pos[row].tolist() == list(range(0, 40, 4))
 
 
 class TestWork:
@@ -123,10 +176,19 @@ class TestWork:
         engine = engine_for(t_model)
         runner = engine._runner
         runner.kv.copy_(torch.arange(len(runner.kv)).view(-1, 1, 1, 1, 1, 1).expand_as(runner.kv))
-        runner._pending_copies = list(pairs)
+        runner._pending_copies = [np.array([pair], np.int32) for pair in pairs]
         runner._copy_pages()
         assert {page: int(runner.kv[page].max()) for page in holds} == holds
         assert calls["copy_units"] == launches and engine.stats().copies == 2 and not runner._pending_copies
+
+    def test_a_page_of_several_units_is_one_copy(self, t_model, engine_for, calls):
+        engine = engine_for(t_model, page_tokens=24)
+        runner = engine._runner
+        runner.kv.copy_(torch.arange(len(runner.kv)).view(-1, 1, 1, 1, 1, 1).expand_as(runner.kv))
+        runner._pending_copies = [np.array([[1, 4], [2, 5], [3, 6]], np.int32), np.array([[7, 8]], np.int32)]
+        runner._copy_pages()
+        assert [int(runner.kv[unit].max()) for unit in (4, 5, 6, 8)] == [1, 2, 3, 7]
+        assert calls["copy_units"] == 1 and engine.stats().copies == 2
 
     def test_a_decode_step_looks_at_few_pages(self, make_llama, engine_for, monkeypatch):
         engine = engine_for(make_llama(max_position_embeddings=2048), page_tokens=1, pool_tokens=2000)
@@ -179,6 +241,15 @@ class TestStats:
         assert (engine.stats().waiting, engine.stats().running) == (1, 2)
 
 
+def stranger(engine, sequence):
+    """A sequence that is in no queue."""
+    return type(sequence)(sequence.request, 1, [5], engine._pool, engine._plan)
+
+
+def publish(engine, page):
+    engine._pool.publish(int(page), engine._pool.index.enter(root_key([("any", "")]), root_key(), np.array([1]), ""))
+
+
 class TestCheck:
     """``Engine.check`` finds what is broken on purpose."""
 
@@ -190,14 +261,19 @@ class TestCheck:
             (lambda e, s: e._scheduler.waiting.append(s), "in two queues"),
             (lambda e, s: e._scheduler.running.remove(s), "count .* leaves"),
             (lambda e, s: setattr(s, "computed", 99), "99 tokens are computed in 3 pages"),
-            (lambda e, s: e._pool.index.forget(1) or e._pool.index._key.update({1: (b"x", "")}), "differ from keys"),
-            (lambda e, s: e._pool.index._node.__setitem__(1, 77), "indexed for another prefix"),
+            (lambda e, s: e._pool.index.node(1).pages[0].append(9), r"pages of nodes \[1, 2, 9\] differ from"),
+            (lambda e, s: s.nodes.reverse(), "indexed for another prefix"),
             (lambda e, s: e._requests.clear(), "0 sequences are live, 1 are queued"),
-            (lambda e, s: e._scheduler._computing.update({b"key": type(s)(s.request, 1, [5], e._pool)}), "do not run"),
-            (lambda e, s: e._pool._allocator._stack.__setitem__(0, 1), "partition"),
+            (lambda e, s: e._scheduler._computing.update({b"key": stranger(e, s)}), "do not run"),
+            (lambda e, s: e._pool._allocator._stack.__setitem__(-1, 1), "units are listed as free"),
+            (lambda e, s: e._pool._allocator._is_free.__setitem__(4, False), "units are listed as free"),
+            (lambda e, s: publish(e, s.table.pages()[-1]), "is about to write to a findable page"),
         ],
-        ids=["refs", "leaf", "queues", "lost", "computed", "index", "node", "requests", "computing", "allocator"],
-    )
+        ids=[
+            "refs", "leaf", "queues", "lost", "computed", "index", "node", "requests", "computing", "allocator", "free",
+            "written",
+        ],
+    )  # fmt: skip
     def test_finds(self, t_model, engine_for, break_it, message):
         engine = engine_for(t_model)
         engine.submit(tokens(9), SamplingParams(max_tokens=4, **GREEDY))
