@@ -85,6 +85,20 @@ def test_predicted_bytes_with_a_window(name, w_model, engine_for, drain):
     assert cost.kv_bytes <= 11 * 2 * 3 * 2 * 2 * 4 * 16 * 4  # steps, layers, units of a window of 8, K and V, ...
 
 
+@pytest.mark.parametrize("page_tokens", [4, 12])
+@pytest.mark.parametrize("name", ["dense", *NAMES])
+def test_predicted_bytes_beside_a_window(name, page_tokens, g_model, engine_for, drain):
+    """The layer without a window reads what its method chooses, the others their window."""
+    chosen = None if name == "dense" else make(name, 3 * page_tokens, dense_layers=[])
+    engine = engine_for(g_model, page_tokens=page_tokens)
+    sample = run(engine, drain, {"a": (PROMPT, params(), chosen)})["a"].samples[0]
+    cost = predict_decode(
+        engine.spec, chosen, prompt_tokens=len(PROMPT), new_tokens=12, page_tokens=page_tokens,
+        unit_tokens=engine.config.unit_tokens, itemsize=4,
+    )  # fmt: skip
+    assert (sample.kv_bytes_read, sample.digest_bytes_read) == (cost.kv_bytes, cost.digest_bytes)
+
+
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_methods_share_a_batch_and_a_prompt_without_noticing(backend, model, engine_for, drain):
     alone = {}
