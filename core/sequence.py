@@ -18,6 +18,7 @@ from octavo.core.outputs import TokenLogprobs
 from octavo.core.page_layout import PageLayout
 from octavo.core.page_pool import PagePool, Pages
 from octavo.core.prefix_cache import Node, PageKey, Parent, PrefixCache, page_key
+from octavo.core.token_list import TokenList
 
 if TYPE_CHECKING:
     from octavo.core.detokenizer import Detokenizer
@@ -82,7 +83,7 @@ class Sequence:
     shaped by the method, and the keys of its pages say so.
     """
 
-    def __init__(self, request: Request, sample: int, tokens: list[int], pool: PagePool, plan: LayerPlan) -> None:
+    def __init__(self, request: Request, sample: int, tokens: TokenList, pool: PagePool, plan: LayerPlan) -> None:
         self.request = request
         self.sample = sample
         self.tokens = tokens

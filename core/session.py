@@ -11,6 +11,7 @@ from octavo.core.interfaces import SparseMethod
 from octavo.core.outputs import Completion
 from octavo.core.sequence import Sequence as TokenSequence
 from octavo.core.sequence import SparseSpan
+from octavo.core.token_list import TokenList
 
 if TYPE_CHECKING:
     from octavo.core.engine import Engine
@@ -53,7 +54,7 @@ class Session:
         reader = self._engine._prompts
         tokens, segments = reader.read_segments(prompt, continues=bool(self.tokens) or role is not None)
         self._layout = self._layout.extended(len(self.tokens), segments)
-        self.tokens += tokens
+        self.tokens = self.tokens + tokens  # a new list: forks share the old one
 
     def submit(self, params: SamplingParams | None = None, *, priority: int = 0) -> str:
         """Queue the next turn and give its request id; the history takes up the new tokens when it ends."""
@@ -68,7 +69,7 @@ class Session:
             self.tokens.copy(), params, None, self._method, priority, self._salt, layout=self._layout
         )
         request.keep = self._take_back
-        sequence = TokenSequence(request, 0, request.prompt.copy(), engine._pool, engine._plan)
+        sequence = TokenSequence(request, 0, TokenList(request.prompt), engine._pool, engine._plan)
         if self._method is not None:
             sequence.sparse_spans = [*self._spans, *sequence.sparse_spans]
         engine._enter(request, sequence)
@@ -95,13 +96,13 @@ class Session:
         """A session with the same history that shares every page; either may go on without the other noticing."""
         self._require_idle()
         twin = Session(self._engine, "", self._method, self._salt)
-        twin.tokens, twin._spans = self.tokens.copy(), self._spans.copy()
+        twin.tokens, twin._spans = self.tokens, self._spans.copy()
         twin._messages, twin._rendered = self._messages.copy(), self._rendered
         twin._layout = self._layout
         if self._parked is not None and self._parked in self._engine._scheduler.parked:
             request = self._parked.request
             twin._parked = TokenSequence(
-                request, self._parked.sample, self._parked.tokens.copy(), self._engine._pool, self._engine._plan
+                request, self._parked.sample, self._parked.tokens.fork(), self._engine._pool, self._engine._plan
             )
             twin._parked.adopt_prefix(self._parked)
             self._engine._scheduler.parked.append(twin._parked)
