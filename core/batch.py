@@ -75,9 +75,11 @@ class StepRunner:
         """
         self._pending_copies += plan.copies
         self._tables.sync(scheduler.running)
-        if self._host is not None and self._host.pending:
-            self._host.flush(self.kv)
+        if self._host is not None:
+            self._host.copy_out(self.kv)
         self._copy_pages()
+        if self._host is not None:
+            self._host.copy_in(self.kv)
         chunks = sorted(plan.chunks, key=self._packing)
         step, rows = self._build(chunks)
         ids = np.concatenate([np.asarray(c.sequence.tokens[c.start : c.end], np.int64) for c in chunks])

@@ -34,7 +34,7 @@ class HostTier:
     """A pool of ``units`` units in host memory (pinned if the device is a GPU), and which pages lie in it.
 
     A page is named by its first host unit; its k units may lie anywhere, and k may differ from page to page. Copies are
-    queued while a step is planned, and carried out together before the step computes::
+    queued while a step is planned, and carried out together before the step computes, one launch each way::
 
         device pool                        host pool
         unit  1  2  3  4  5  6             unit  1  2  3  4  5        page 4 has units 4 and 1
@@ -43,21 +43,29 @@ class HostTier:
 
     States of a host page::
 
-                 store             flush                       hold
+                 store           copy_out                       hold
         (none) ---------> dirty ------------> reclaimable ----------------> clean
                           queued to be        complete, nobody <----------- complete,
-                          copied out          restores from it     flush    being restored
+                          copied out          restores from it   copy_in    being restored
 
     Only a reclaimable page is evicted. Reclaimable pages go in the order of their last use, which is their store, a
     store of the same contents, or a restore: the least recent first. Pages are stored in the order in which the device
-    gives them up, the tail of a chain first, and the restores of one flush count in reverse, so that the head of a
-    chain is always used later than its tail, and outlives it.
+    gives them up, the tail of a chain first, and the restores of one step count in reverse, so that the head of a chain
+    is always used later than its tail, and outlives it.
 
     Pages that are restored stay here too: giving them up once more costs no copy. A page that has no room is not kept.
 
-    Everything runs in the order of the one stream that also runs the model. So a unit of the device may be promised to
-    somebody else as soon as ``store`` returns: whoever writes it comes after the copy out. And a host unit may be
-    overwritten as soon as ``flush`` returns: whoever overwrites it comes after the copy in.
+    Everything runs in the order of the one stream that also runs the model: ``copy_out``, the engine's copies on write,
+    ``copy_in``, the forward pass. That is right for every mixture:
+
+    - A unit of the device may be promised to somebody else as soon as ``store`` returns: whoever writes it comes after
+      the copy out. The content of a unit that waits for its restore is not needed: it is here.
+    - A page that is stored in a step may be restored in it: it is written before it is read.
+    - No copy out overwrites what a copy in will read: host units of new pages were free or reclaimable, and a page with
+      a queued restore is neither.
+    - A copy on write may read a unit that was given up after it was planned, or write to one, if its sequence was
+      preempted. Where such a unit is restored into, that comes later and holds.
+    - A page that is given up before its restore was carried out is not restored: its units may be somebody else's.
 
     A node of the prefix index knows its host pages (``Node.host``), so a prefix is found here as it is on the device.
 
@@ -110,11 +118,6 @@ class HostTier:
     def units_held(self) -> int:
         return self.units_total - self.units_free
 
-    @property
-    def pending(self) -> bool:
-        """Whether there is something to flush."""
-        return bool(self._out or self._in)
-
     def page_units(self, page: int) -> int:
         """How many units the page takes, k."""
         return len(self._pages[page].units)
@@ -127,12 +130,14 @@ class HostTier:
     def store(self, units: Units, node: Node, group: int = 0) -> bool:
         """Keep a node's page that the device is giving up; ``units`` int32 [k] are its units there, in order.
 
-        They must keep their contents until the next flush. A page that is here already is only marked as used. Gives
-        False, and changes nothing, if dirty pages and pages being restored leave too little room.
+        They must keep their contents until the next ``copy_out``. A page that is here already is only marked as used;
+        its restore into these units, if that is queued still, is dropped. Gives False, and changes nothing, if dirty
+        pages and pages being restored leave too little room.
         """
         assert len(units) > 0
         page = node.host[group]
         if page:
+            self._drop_restore(page, units)
             for queue in (self._out, self._reclaimable):
                 if page in queue:
                     queue.move_to_end(page)
@@ -156,50 +161,51 @@ class HostTier:
 
     def restore(self, page: int, units: Units) -> None:
         """Queue the copy of a page that is held into ``units`` int32 [k] of the device, in order, that nobody reads
-        before the flush. They may have been given up in this very step. Of two restores into one unit the later holds.
-        """
+        before it is carried out. They may have been given up in this very step."""
         held = self._pages[page]
         assert held.restores, f"host page {page} is restored and not held"
         assert len(units) == len(held.units), f"a page of {len(held.units)} units does not fit {len(units)}"
         assert len(np.unique(units)) == len(units), "a page is restored into distinct units"
+        assert self._arriving.isdisjoint(units.tolist()), "a unit waits for one restore at a time"
         self._in.append((page, units.copy()))
         self._arriving.update(units.tolist())
 
-    def flush(self, kv: Tensor) -> None:
-        """Carry out what is queued, on ``kv``, the device's pool; before anything else of the step touches that pool.
+    def copy_out(self, kv: Tensor) -> None:
+        """Carry out the copies of pages stored, out of ``kv``, the device's pool; before the step writes anything to it.
 
-        All copies out go first, in one launch, then all copies in, in another. That order is right for every mixture:
-
-        - A device unit that was given up may be the target of a restore: it is read before it is written.
-        - A page that was stored in this step may be restored in it: it is written before it is read.
-        - No copy out overwrites what a copy in will read: host units of new pages were free or reclaimable, and a page
-          with a queued restore is neither.
-        - No copy out should have waited for a copy in: a unit that waits for its restore is never stored.
-
-        If a launch raises, what it should have copied, and what comes after it, stays queued.
+        If the launch raises, everything stays queued.
         """
         assert kv[0].shape == self.kv[0].shape and kv.dtype == self.kv.dtype, "a pool with units of another shape"
-        if self._out:
-            pairs = [np.stack([units, self._pages[page].units], 1) for page, units in self._out.items()]
-            self.bytes_out += self._transfer(kv, self.kv, np.concatenate(pairs))
-            self.stored += len(self._out)
-            complete, self._out = self._out, OrderedDict()
-            for page in complete:
-                self._add_if_reclaimable(page)
-        if self._in:
-            pairs = [np.stack([self._pages[page].units, units], 1) for page, units in self._in]
-            self.bytes_in += self._transfer(self.kv, kv, _last_of_each_target(np.concatenate(pairs)))
-            self.restored += len(self._in)
-            carried_out, self._in = self._in, []
-            self._arriving.clear()
-            for page, _ in reversed(carried_out):
-                self._pages[page].restores -= 1
-                self._add_if_reclaimable(page)
+        if not self._out:
+            return
+        pairs = [np.stack([units, self._pages[page].units], 1) for page, units in self._out.items()]
+        self.bytes_out += self._transfer(kv, self.kv, np.concatenate(pairs))
+        self.stored += len(self._out)
+        complete, self._out = self._out, OrderedDict()
+        for page in complete:
+            self._add_if_reclaimable(page)
+
+    def copy_in(self, kv: Tensor) -> None:
+        """Carry out the restores, into ``kv``; after ``copy_out`` and the step's copies on write.
+
+        If the launch raises, everything stays queued.
+        """
+        assert not self._out, f"{len(self._out)} pages are still to be copied out; that comes first"
+        if not self._in:
+            return
+        pairs = [np.stack([self._pages[page].units, units], 1) for page, units in self._in]
+        self.bytes_in += self._transfer(self.kv, kv, np.concatenate(pairs))
+        self.restored += len(self._in)
+        carried_out, self._in = self._in, []
+        self._arriving.clear()
+        for page, _ in reversed(carried_out):
+            self._pages[page].restores -= 1
+            self._add_if_reclaimable(page)
 
     def forget(self, page: int) -> None:
         """Drop a page, and its copy out if that is still queued. Precondition: no restore of it is queued."""
         held = self._pages[page]
-        assert held.restores == 0, f"host page {page} is being restored; flush first"
+        assert held.restores == 0, f"host page {page} is being restored; copy in first"
         if self._out.pop(page, None) is None:
             self._take_from_reclaimable(page)
         held.node.host[held.group] = 0
@@ -209,7 +215,7 @@ class HostTier:
 
     def clear(self) -> None:
         """Drop every page. Precondition: no restore is queued."""
-        assert not self._in, f"{len(self._in)} restores are queued; flush first"
+        assert not self._in, f"{len(self._in)} restores are queued; copy in first"
         for page in list(self._pages):
             self.forget(page)
 
@@ -234,6 +240,15 @@ class HostTier:
             raise AssertionError(f"{self._reclaimable_units} host units are counted reclaimable, wrongly")
         if self._arriving != {unit for _, units in self._in for unit in units.tolist()}:
             raise AssertionError(f"device units {sorted(self._arriving)} wait for a restore, the queue says otherwise")
+
+    def _drop_restore(self, page: int, units: Units) -> None:
+        """Forget the restore of a page into ``units``, if there is one."""
+        if int(units[0]) not in self._arriving:
+            return
+        self._in = [(other, into) for other, into in self._in if not np.array_equal(into, units)]
+        self._arriving.difference_update(units.tolist())
+        self._pages[page].restores -= 1
+        self._add_if_reclaimable(page)
 
     def _transfer(self, source: Tensor, target: Tensor, pairs: Units) -> int:
         """Copy units ``pairs`` int32 [n, 2] in one launch; gives the bytes of the copied units."""
@@ -283,9 +298,3 @@ def _allocate(units: int, kv: Tensor) -> Tensor:
         return torch.empty(shape, dtype=kv.dtype, pin_memory=kv.is_cuda)
     except RuntimeError as error:
         raise ValueError(f"{message} ({error})") from error
-
-
-def _last_of_each_target(pairs: Units) -> Units:
-    """Of (source, target) pairs int32 [n, 2], for each target the last one: what they leave behind in that order."""
-    latest_first = pairs[::-1]
-    return latest_first[np.unique(latest_first[:, 1], return_index=True)[1]]
