@@ -215,6 +215,8 @@ class Engine:
             raise RuntimeError("another thread is in this engine's step(); an engine belongs to one thread at a time")
         try:
             plan = self._scheduler.schedule()
+            for sequence in plan.stranded:
+                log.warning("request %r ends for want of room: %s", sequence.request.request_id, self._describe_queues())
             self._undelivered += [self._finish(sequence, "capacity") for sequence in plan.stranded]
             if plan.chunks:
                 self._pass(plan)
@@ -353,8 +355,8 @@ class Engine:
         """Give memory of an elastic pool back to the system, as far as whole growth steps at its end are free; says how
         many bytes. Evicts nothing."""
         before = self._memory.committed_bytes
-        self._pool.shrink(self._memory.chunk_units)
-        self._memory.shrink(self._pool.total_units)
+        while self._memory.last_step and self._pool.shrink(self._memory.last_step):
+            self._memory.shrink(self._pool.total_units)
         return before - self._memory.committed_bytes
 
     def _grow(self, units: int) -> int:
@@ -587,7 +589,7 @@ class Engine:
         scheduler = self._scheduler
         return (
             f"{len(scheduler.running)} sequences running, {len(scheduler.waiting)} waiting, {len(scheduler.parked)} "
-            f"parked; {self._pool.available} of {self._pool.most_units} units available"
+            f"parked; {self._pool.available} of {self._pool.most_units} units available, {self._pool.pinned_units} pinned"
         )
 
 

@@ -56,6 +56,11 @@ class IdlePages:
             self._kept = np.concatenate([pinned, self._kept_for(pinned)])
         return self._kept
 
+    def would_pin(self, pages: Pages) -> NDArray[np.bool_]:
+        """Which of some findable pages the policy would pin if they became idle now."""
+        pinned: NDArray[np.bool_] = self._policy.rank(pages, self._book.facts) == np.inf
+        return pinned
+
     def published(self, page: int, node: int, parent: int) -> None:
         """A held page became findable as ``node``, behind the node ``parent`` (0: at the head of a chain)."""
         if self._chained:

@@ -91,24 +91,28 @@ class PagePool:
     @property
     def available(self) -> int:
         """Units that can be had at once: the free ones, and idle ones by eviction."""
-        return self.free_units + self._cached - self._kept_units
+        return self.free_units + self._cached - self.pinned_units
 
     @property
-    def kept(self) -> Pages:
-        """Idle pages that cannot be evicted: they are pinned, or needed by one that is."""
-        return self._idle.kept
-
-    @property
-    def _kept_units(self) -> int:
-        kept = self.kept
+    def pinned_units(self) -> int:
+        """Units of idle pages that are pinned, or needed by one that is."""
+        kept = self._idle.kept
         return int(self.size[kept].sum()) if len(kept) else 0
 
     def idle_among(self, pages: Pages) -> int:
-        """Units that retaining some findable pages takes from ``available``: those of the idle ones that could go."""
+        """Units that retaining some findable pages takes from ``available``, at most: those of the idle ones that are
+        not pinned."""
         idle = pages[self.refs[pages] == 0]
-        if len(idle) and len(kept := self.kept):
-            idle = idle[~np.isin(idle, kept)]
-        return int(self.size[idle].sum())
+        return int(self.size[np.setdiff1d(idle, self._idle.kept)].sum())
+
+    def units_left(self, pages: Pages) -> int:
+        """Units that could be had, by growth and eviction, if no table held any page but ``pages``: all but theirs, and
+        those of pages that are pinned or would be."""
+        taken = np.zeros(len(self.refs), np.bool_)
+        taken[pages] = taken[self._idle.kept] = True
+        let_go = np.flatnonzero(self._findable & (self.refs > 0) & ~taken).astype(np.int32)
+        taken[let_go[self._idle.would_pin(let_go)]] = True
+        return self.most_units - int(self.size[taken].sum())
 
     def units_of(self, pages: Pages, size: int) -> Units:
         """Units int32 [n, size] of n pages of one size, in the order of their tokens; page 0 (a hole) gives zeros."""
@@ -131,13 +135,11 @@ class PagePool:
         else:
             self.growable = 0
 
-    def shrink(self, units: int) -> int:
-        """Take the last ``units`` units away as often as all of them are free; says how many went. They may come back
-        by ``prepare``."""
-        gone = 0
-        while self.total_units > units and self._allocator.shrink(units):
-            gone += units
-        self.growable += gone
+    def shrink(self, units: int) -> bool:
+        """Take the last ``units`` units away, if all of them are free. They may come back by ``prepare``."""
+        gone = self._allocator.shrink(units)
+        if gone:
+            self.growable += units
         return gone
 
     def allocate(self, count: int, size: int = 1, near: int | None = None) -> Pages:

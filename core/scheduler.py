@@ -230,22 +230,24 @@ class Scheduler:
             return grown * self._plan.slices + restored
 
         if not self.running:  # as much as there is room for: what a window passes makes room for the rest
-            room = self._pool.most_units - int(self._pool.size[match.device_pages].sum())
+            room = self._pool.units_left(match.device_pages)
             count = max(1, bisect_right(range(1, count + 1), room, key=fresh_for))
         fresh = fresh_for(count)
         victims = sorted((s for s in self.running if s.request.priority < sequence.request.priority), key=_worth)
         if not self._could_fit(fresh, match, len(victims)):
             return False
+        self._pool.prepare(fresh)
+        if not self._could_fit(fresh, match, len(victims)):  # what was hoped for could not be had
+            return False
         while len(self.running) >= self._config.max_seqs:
             self._preempt(victims.pop(), plan)
         found = match.device_pages
-        self._pool.prepare(fresh)
         while fresh + self._pool.idle_among(found) > self._pool.available:
             if self.parked:
                 self._reclaim()
             elif victims:
                 self._preempt(victims.pop(), plan)
-            else:  # the pages of those who made way are pinned
+            else:  # a policy pinned what it had not said that it would
                 return False
 
         self._pool.retain(found)
@@ -273,10 +275,11 @@ class Scheduler:
         found = match.device_pages
         if fresh + self._pool.idle_among(found) <= self._pool.available + self._pool.growable:
             return True
+        if not self.parked and not victims:
+            return False
         staying = sorted(self.running, key=_worth)[: len(self.running) - victims]
-        tables = [table.pages() for s in staying for table in s.tables]
-        held = np.unique(np.concatenate([found, self._pool.kept, *tables]))
-        return fresh + int(self._pool.size[held[held > 0]].sum()) <= self._pool.most_units
+        held = np.concatenate([found, *(table.held for s in staying for table in s.tables)])
+        return fresh <= self._pool.units_left(held)
 
     def _restore(self, sequence: Sequence, match: PrefixMatch) -> None:
         """Bring the pages of a hit that are in the host tier back, into ``match.pages``. They are findable at once: the

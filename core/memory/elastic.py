@@ -62,6 +62,12 @@ class PoolMemory:
         """Bytes really taken now: mapped ones on CUDA, resident and swapped ones on a CPU."""
         return self._memory.committed_bytes
 
+    @property
+    def last_step(self) -> int:
+        """Units of the last growth step, 0 if nothing but the base is there."""
+        grown = self.units - self.base_units
+        return (grown - 1) % self.chunk_units + 1 if grown else 0
+
     def grow(self, units: int) -> int:
         """Make at least ``units`` units usable, in whole chunks and never above ``max_units``; says how many are.
 
