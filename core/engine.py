@@ -495,11 +495,13 @@ class Engine:
         )
 
     def _demote(self, units: Units, node: Node, group: int) -> None:
-        """Let the host tier have a page that is being evicted, if bringing it back is cheaper than computing it."""
+        """Let the host tier have a page that is being evicted, if bringing it back is cheaper than computing it, or if
+        pages that are there can only be reached through it: of a chain the tail goes first, and costs most."""
         assert self._host is not None
         tokens = len(node.tokens)
         nbytes = len(units) * self._runner.kv[0].nbytes
-        if node.host[group] or self.costs.restore_is_cheaper(nbytes, tokens, node.end - tokens):
+        needed = not self._plan.groups[group].window and self._host.leads_on(node, group)
+        if node.host[group] or needed or self.costs.restore_is_cheaper(nbytes, tokens, node.end - tokens):
             self._host.store(units, node, group)
 
     def _read_logits(self, logits: torch.Tensor, rows: list[Row]) -> None:

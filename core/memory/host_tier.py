@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.core.interfaces import Allocator
-from octavo.core.prefix_cache import Node, PrefixCache
+from octavo.core.prefix_cache import Node, Parent, PrefixCache
 from octavo.kernels import ops
 
 Units = NDArray[np.int32]
@@ -99,6 +99,7 @@ class HostTier:
         self._out: OrderedDict[int, Units] = OrderedDict()  # host page -> device units, in the order of last use
         self._in: list[tuple[int, Units]] = []  # (host page, device units), in the order asked for
         self._arriving: set[int] = set()  # device units that wait for a restore
+        self._behind: Counter[tuple[Parent, int]] = Counter()  # (node, group) -> pages of nodes right behind it
 
     def __len__(self) -> int:
         return len(self._pages)
@@ -127,6 +128,10 @@ class HostTier:
             return "dirty"
         return "clean" if self._pages[page].restores else "reclaimable"
 
+    def leads_on(self, node: Node, group: int) -> bool:
+        """Whether pages are here that stand right behind a node's page of a group."""
+        return (node, group) in self._behind
+
     def store(self, units: Units, node: Node, group: int = 0) -> bool:
         """Keep a node's page that the device is giving up; ``units`` int32 [k] are its units there, in order.
 
@@ -150,6 +155,7 @@ class HostTier:
         host_units = self._allocator.allocate(len(units))
         page = node.host[group] = int(host_units[0])
         self._pages[page] = _HostPage(node, group, host_units)
+        self._behind[node.parent, group] += 1
         self._out[page] = units.copy()
         return True
 
@@ -209,6 +215,10 @@ class HostTier:
         if self._out.pop(page, None) is None:
             self._take_from_reclaimable(page)
         held.node.host[held.group] = 0
+        behind = held.node.parent, held.group
+        self._behind[behind] -= 1
+        if not self._behind[behind]:
+            del self._behind[behind]
         self._index.prune(held.node)
         del self._pages[page]
         self._allocator.free(held.units)
@@ -238,6 +248,9 @@ class HostTier:
             raise AssertionError(f"host pages {sorted(foreign)} are queued and do not exist")
         if self._reclaimable_units != sum(map(self.page_units, self._reclaimable)):
             raise AssertionError(f"{self._reclaimable_units} host units are counted reclaimable, wrongly")
+        behind = Counter((page.node.parent, page.group) for page in self._pages.values())
+        if self._behind != behind:
+            raise AssertionError(f"{self._behind.total()} host pages are counted behind others, {behind.total()} are")
         if self._arriving != {unit for _, units in self._in for unit in units.tolist()}:
             raise AssertionError(f"device units {sorted(self._arriving)} wait for a restore, the queue says otherwise")
 
