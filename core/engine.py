@@ -216,7 +216,9 @@ class Engine:
         try:
             plan = self._scheduler.schedule()
             for sequence in plan.stranded:
-                log.warning("request %r ends for want of room: %s", sequence.request.request_id, self._describe_queues())
+                log.warning(
+                    "request %r ends for want of room: %s", sequence.request.request_id, self._describe_queues()
+                )
             self._undelivered += [self._finish(sequence, "capacity") for sequence in plan.stranded]
             if plan.chunks:
                 self._pass(plan)
@@ -484,24 +486,22 @@ class Engine:
 
     def _make_findable(self, page: int, node: Node, group: int, priority: int) -> None:
         """Publish a page. Behind a window it may be evicted before what comes after it."""
-        tokens = len(node.tokens)
         self._pool.publish(
             page,
             node,
             group,
             chained=not self._plan.groups[group].window,
             priority=priority,
-            recompute_s=self.costs.recompute_seconds(tokens, node.end - tokens),
+            recompute_s=self.costs.recompute_seconds(node.end - node.start, node.start),
         )
 
     def _demote(self, units: Units, node: Node, group: int) -> None:
         """Let the host tier have a page that is being evicted, if bringing it back is cheaper than computing it, or if
         pages that are there can only be reached through it: of a chain the tail goes first, and costs most."""
         assert self._host is not None
-        tokens = len(node.tokens)
         nbytes = len(units) * self._runner.kv[0].nbytes
         needed = not self._plan.groups[group].window and self._host.leads_on(node, group)
-        if node.host[group] or needed or self.costs.restore_is_cheaper(nbytes, tokens, node.end - tokens):
+        if node.host[group] or needed or self.costs.restore_is_cheaper(nbytes, node.end - node.start, node.start):
             self._host.store(units, node, group)
 
     def _read_logits(self, logits: torch.Tensor, rows: list[Row]) -> None:
@@ -591,7 +591,8 @@ class Engine:
         scheduler = self._scheduler
         return (
             f"{len(scheduler.running)} sequences running, {len(scheduler.waiting)} waiting, {len(scheduler.parked)} "
-            f"parked; {self._pool.available} of {self._pool.most_units} units available, {self._pool.pinned_units} pinned"
+            f"parked; {self._pool.available} of {self._pool.most_units} units available, "
+            f"{self._pool.pinned_units} pinned"
         )
 
 

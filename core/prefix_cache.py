@@ -29,7 +29,11 @@ def root_key(extra: Sequence[tuple[str, str]] = ()) -> PageKey:
 
 
 def page_key(parent: PageKey, tokens: NDArray[np.int32], provenance: str = "") -> PageKey:
-    """Key of a page after its parent: token ids, their number, and how the KV came to be ("" is exact)."""
+    """Key of a page after its parent: token ids, one a slot, and how the KV came to be ("" is exact).
+
+    Empty slots of a sealed page count as -1: the same tokens on a larger page are another key, because its units lie
+    otherwise.
+    """
     parts = [("parent", bytes(parent)), ("tokens", np.ascontiguousarray(tokens, "<i4").tobytes())]
     if provenance:
         parts.append(("provenance", provenance.encode()))
@@ -38,15 +42,15 @@ def page_key(parent: PageKey, tokens: NDArray[np.int32], provenance: str = "") -
 
 class Node:
     """One distinct prefix, up to the end of one page: what is in front (a node, or the root key of its namespace), the
-    page's tokens and its provenance.
+    page's tokens (-1 in empty slots) and its provenance.
 
     Nodes are compared by identity, which is equality of whole prefixes. ``pages[group]`` are the device pages that
     hold its KV for a group of layers (several if twins were computed side by side), ``host[group]`` its page in the
-    host tier, 0 if there is none. ``children`` counts the nodes that come right after it; ``end`` is the number of
-    tokens of the whole prefix.
+    host tier, 0 if there is none. ``children`` counts the nodes that come right after it. ``start`` and ``end`` are the
+    positions of its first token and of the one after its last.
     """
 
-    __slots__ = ("children", "end", "host", "id", "key", "pages", "parent", "provenance", "tokens")
+    __slots__ = ("children", "end", "host", "id", "key", "pages", "parent", "provenance", "start", "tokens")
 
     def __init__(
         self, number: int, key: PageKey, parent: Parent, tokens: NDArray[np.int32], provenance: str, groups: int
@@ -59,7 +63,8 @@ class Node:
         self.pages: list[list[int]] = [[] for _ in range(groups)]
         self.host = [0] * groups
         self.children = 0
-        self.end: int = len(tokens) + (parent.end if isinstance(parent, Node) else 0)
+        self.start: int = parent.end if isinstance(parent, Node) else 0
+        self.end: int = self.start + int(np.count_nonzero(tokens >= 0))
 
     def page(self, group: int) -> int:
         """A device page that holds this prefix's last page for a group of layers; 0 if there is none."""

@@ -190,8 +190,11 @@ class Sequence:
         return f"{method.provenance} {[span for span in spans if span[0] < span[1]]}"
 
     def page_tokens(self, page: int) -> NDArray[np.int32]:
-        """Token ids of a full page."""
-        return np.asarray(self.tokens[self.layout.first_token(page) : self.layout.end_token(page)], np.int32)
+        """Token ids of a full page, one a slot; -1 in those that are empty because the page was sealed."""
+        tokens = self.tokens[self.layout.first_token(page) : self.layout.end_token(page)]
+        slots = np.full(self.layout.page_slots(page), -1, np.int32)
+        slots[: len(tokens)] = tokens
+        return slots
 
     def keys(self, pages: int) -> list[PageKey]:
         """Keys of the first ``pages`` pages; a page's key never changes once it is full."""
