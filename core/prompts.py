@@ -70,7 +70,16 @@ class PromptReader:
         segments: list[Segment] = []
         for part in prompt:
             if isinstance(part, TokenSegment):
-                kind, ids = part.kind, self.read(list(part.token_ids), continues=True)
+                if not isinstance(part.kind, str):
+                    raise ValueError(
+                        f"a segment's kind must be a string, got {type(part.kind).__name__}: {part.kind!r:.80}"
+                    )
+                if not isinstance(part.token_ids, list | tuple):
+                    raise ValueError(
+                        f"token_ids of a segment must be a list of token ids, got {type(part.token_ids).__name__}: "
+                        f"{part.token_ids!r:.80}"
+                    )
+                kind, ids = part.kind, self.read(part.token_ids, continues=True)
             else:
                 kind, ids = TEXT, self.read(_text(part), continues=continues or bool(tokens))
             tokens += ids
