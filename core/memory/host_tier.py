@@ -177,7 +177,7 @@ class HostTier:
         self._arriving.update(units.tolist())
 
     def copy_out(self, kv: Tensor) -> None:
-        """Carry out the copies of pages stored, out of ``kv``, the device's pool; before the step writes anything to it.
+        """Carry out the copies of pages stored, out of ``kv``, the device's pool; before the step writes to it.
 
         If the launch raises, everything stays queued.
         """
