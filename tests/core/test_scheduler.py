@@ -118,7 +118,7 @@ class TestAdmissionIsATransaction:
         drained = drain(engine)
         reasons = {key: completion.samples[0].finish_reason for key, completion in drained.completions.items()}
         assert reasons == {"large": "capacity", "small": "length", "hit": "length"}
-        assert drained.completions["hit"].cached_tokens == 32 and len(engine._pool.kept) == 8
+        assert drained.completions["hit"].cached_tokens == 32 and engine._pool.pinned_units == 8
 
     @pytest.mark.parametrize("length, together", [(24, True), (25, False)], ids=["just_fits", "one_page_too_many"])
     def test_br12_hit_pages_are_no_victims(self, t_model, engine_for, drain, assert_idle, length, together):
