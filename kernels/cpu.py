@@ -15,7 +15,7 @@ results, the scores, to its type before the softmax, as in transformers' eager a
 import torch
 from torch import Tensor
 
-from octavo.kernels import cpu_native
+from octavo.kernels import cpu_native, log
 from octavo.kernels.cpu_plan import plan_decode
 from octavo.kernels.layout import entry_units, entry_valid
 from octavo.kernels.reference import copy_units
@@ -44,9 +44,12 @@ def transfer(source: Tensor, target: Tensor, pairs: Tensor) -> None:
         target[to_unit].copy_(source[from_unit])
 
 
-def decode(*args, **named):  # type: ignore[no-untyped-def]
-    done = cpu_native.decode(*args, **named)
-    return decode_gathered(*args, **named) if done is None else done
+def decode(q: Tensor, pool: Tensor, *args, **named):  # type: ignore[no-untyped-def]
+    done = cpu_native.decode(q, pool, *args, **named)
+    if log.KERNELS:
+        kernel = "gathered, torch" if done is None else "compiled C"
+        log.chosen("decode", "cpu", kernel, pool, query_heads=q.shape[1], rows=len(q))
+    return decode_gathered(q, pool, *args, **named) if done is None else done
 
 
 def decode_gathered(

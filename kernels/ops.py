@@ -11,7 +11,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from octavo.kernels import cpu, reference
+from octavo.kernels import cpu, log, reference
 
 _SHAPE = "Tensor? unit_pos, Tensor? sinks, float scale, int window, float softcap"
 _SCHEMAS = {
@@ -24,6 +24,9 @@ _SCHEMAS = {
     "transfer": "(Tensor source, Tensor(a!) target, Tensor pairs, str backend) -> ()",
 }
 
+_KERNELS = {"reference": "torch", "cpu": "torch", "triton": "Triton"}
+"""What runs an op of a backend, where there is nothing to choose."""
+
 
 def backend(name: str) -> ModuleType:
     """The module that implements the ops of a backend: ``reference``, ``cpu`` or ``triton`` (imported on first use)."""
@@ -33,18 +36,26 @@ def backend(name: str) -> ModuleType:
 
 
 def _append(k: Tensor, v: Tensor, pool: Tensor, layer: int, slots: Tensor, name: str) -> None:
+    if log.KERNELS:
+        log.chosen("append", name, _KERNELS[name], pool)
     backend(name).append(k, v, pool, layer, slots)
 
 
 def _copy_units(pool: Tensor, pairs: Tensor, name: str) -> None:
+    if log.KERNELS:
+        log.chosen("copy_units", name, _KERNELS[name], pool)
     backend(name).copy_units(pool, pairs)
 
 
 def _decode(*args):  # type: ignore[no-untyped-def]
+    if log.KERNELS and args[-1] == "reference":  # the others choose among kernels, and say so themselves
+        log.chosen("decode", "reference", _KERNELS["reference"], args[1], query_heads=args[0].shape[1])
     return backend(args[-1]).decode(*args[:-1])
 
 
 def _prefill(*args):  # type: ignore[no-untyped-def]
+    if log.KERNELS:
+        log.chosen("prefill", args[-1], _KERNELS[args[-1]], args[1], query_heads=args[0].shape[1], window=args[10])
     return backend(args[-1]).prefill(*args[:-1])
 
 

@@ -33,7 +33,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels import layout
+from octavo.kernels import layout, log
 
 ID_SHIFT = tl.constexpr(layout.ID_SHIFT)
 VALID_MASK = tl.constexpr(layout.VALID_MASK)
@@ -454,6 +454,19 @@ def decode(
     def fp32(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=q.device)
 
+    if log.KERNELS:
+        kernel = f"Triton, at most {splits} splits a KV head, combined" if splits else "Triton, a program a row"
+        log.chosen(
+            "decode",
+            "triton",
+            kernel,
+            pool,
+            query_heads=q_heads,
+            rows=batch,
+            entries=entries,
+            tile=block_n,
+            mass=want_mass,
+        )
     out = torch.empty_like(q)
     lse = fp32(batch, q_heads)
     part_out, part_lse = fp32(splits, q_heads, head_dim), fp32(splits, q_heads)
