@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from octavo.core.config import EngineConfig, SamplingParams
 from octavo.core.detokenizer import Detokenizer
 from octavo.core.errors import BatchError
 from octavo.core.hf_model import HFModel, load
+from octavo.core.inspection import capacity_report
 from octavo.core.interfaces import ModelSpec, SegmentEncoder, SparseMethod
 from octavo.core.layer_groups import LayerPlan
 from octavo.core.memory.transfer_costs import PageCosts
@@ -35,6 +36,9 @@ from octavo.core.sequence import Request
 from octavo.core.sequence import Sequence as TokenSequence
 from octavo.core.session import Session
 from octavo.core.token_list import TokenList
+
+if TYPE_CHECKING:
+    from octavo.core.inspection.page_watch import PageWatch
 
 log = logging.getLogger(__name__)
 
@@ -110,6 +114,7 @@ class Engine:
         self._steps = 0
         self._undelivered: list[StepOutput] = []
         self._stepping = Lock()
+        self.watch: PageWatch | None = None
         if method is not None:
             self._validate(method)
 
@@ -216,14 +221,14 @@ class Engine:
         try:
             plan = self._scheduler.schedule()
             for sequence in plan.stranded:
-                log.warning(
-                    "request %r ends for want of room: %s", sequence.request.request_id, self._describe_queues()
-                )
-            self._undelivered += [self._finish(sequence, "capacity") for sequence in plan.stranded]
+                log.warning(capacity_report.stranded(sequence, self))
+                self._undelivered.append(self._finish(sequence, "capacity"))
             if plan.chunks:
                 self._pass(plan)
             elif self._requests and not plan.stranded and not self._undelivered:
                 raise RuntimeError(f"no progress is possible: {self._describe_queues()}")
+            if self.watch is not None:
+                self.watch.observe(self)
             news, self._undelivered = self._undelivered, []
             return news
         finally:
@@ -232,7 +237,11 @@ class Engine:
     def _pass(self, plan: StepPlan) -> None:
         """Compute a plan, publish what it filled and take the tokens it yields; news go to ``_undelivered``."""
         began = time.perf_counter()
-        logits, rows = self._runner.run(plan, self._scheduler)
+        try:
+            logits, rows = self._runner.run(plan, self._scheduler)
+        except torch.OutOfMemoryError as error:
+            error.add_note(capacity_report.step_memory(plan.tokens, len(plan.chunks), self))
+            raise
         self._steps += 1
         try:
             for chunk in plan.chunks:

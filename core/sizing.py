@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from importlib.util import find_spec
+from math import prod
 
 import torch
 from torch import Tensor
 
 from octavo.core.config import KV_DTYPES, EngineConfig
 from octavo.core.errors import CapacityError
+from octavo.core.inspection import capacity_report
 from octavo.core.interfaces import ModelSpec
 from octavo.core.layer_groups import LayerPlan
 from octavo.core.memory.elastic import PoolMemory, pool_memory
@@ -92,7 +94,11 @@ def pool_units(
 def allocate_pool(
     config: EngineConfig, spec: ModelSpec, plan: LayerPlan, units: int, dtype: torch.dtype, device: torch.device
 ) -> PoolMemory:
-    """The pool's memory for ``units`` units, or its base share of them; uninitialised."""
+    """The pool's memory for ``units`` units, or its base share of them; uninitialised.
+
+    Raises:
+        CapacityError: there is not so much memory.
+    """
     if units >= MAX_UNITS:
         raise ValueError(f"a pool of {units} units is more than the {MAX_UNITS - 1} that a table entry can name")
     unit_shape = pool_shape(units, plan.unit_layers, spec.kv_heads, config.unit_tokens, spec.head_dim)[1:]
@@ -104,7 +110,15 @@ def allocate_pool(
         page_tokens=page_tokens,
         page_bytes=page_tokens * spec.kv_bytes_per_token(dtype.itemsize),
     )
-    return pool_memory(unit_shape, dtype, device, **steps._asdict())
+    try:
+        return pool_memory(unit_shape, dtype, device, **steps._asdict())
+    except (torch.OutOfMemoryError, MemoryError, ValueError) as error:
+        if not capacity_report.is_out_of_memory(error):
+            raise
+        unit_bytes = prod(unit_shape) * dtype.itemsize
+        raise CapacityError(
+            capacity_report.pool_memory(units, unit_bytes, dtype, config, plan, device, str(error))
+        ) from error
 
 
 def host_tier(config: EngineConfig, plan: LayerPlan, kv: Tensor, backend: str, index: PrefixCache) -> HostTier | None:
@@ -124,22 +138,13 @@ def check_fits(layout: PageLayout, plan: LayerPlan, prompt: int, required: int, 
     touches the longest stretch in front of it; on pages of one size, where the last page begins.
     """
     if prompt + required > longest:
-        raise CapacityError(
-            f"a prompt of {prompt} tokens and {required} new ones are {prompt + required} tokens, and a sequence "
-            f"may have {longest}; shorten the prompt or raise max_model_tokens"
-        )
+        raise CapacityError(capacity_report.too_long(prompt, required, longest))
     stored = prompt + required - 1
     pages = layout.pages_for(stored)
     starts = map(layout.first_token, [pages - 1] if layout.uniform else range(pages))
     units = max(_units_seen(layout, plan, start) for start in starts)
     if units > pool.most_units:
-        page_tokens = layout.page_slots(pages - 1)
-        slots = -(-units * layout.unit_tokens // plan.slices)
-        there = pool.most_units * layout.unit_tokens // plan.slices
-        raise CapacityError(
-            f"a prompt of {prompt} tokens and {required} new ones need {-(-slots // page_tokens)} pages of "
-            f"{page_tokens} tokens, and the pool has {there // page_tokens}; raise pool_tokens to at least {slots}"
-        )
+        raise CapacityError(capacity_report.never_fits(layout, plan, prompt, required, units, pool.most_units))
 
 
 def _units_seen(layout: PageLayout, plan: LayerPlan, position: int) -> int:
