@@ -83,18 +83,18 @@ class PageCensus:
     def _mark_held(self, cells: Cells, sequence: Sequence) -> None:
         """Write what a sequence's tables list over what is there."""
         layout = sequence.layout
+        tokens = _tokens(layout, sequence.computed, layout.first_entry(sequence.table.n_pages))
         for table in sequence.tables:
             units = table.entries(0, table.n_pages, layout)  # [slices, entries]
-            pages = np.repeat(table.pages(), _page_entries(layout, table.n_pages))
-            tokens = _tokens(layout, sequence.computed, len(pages))
-            listed = pages > 0
-            units, pages = units[:, listed], pages[listed]
-            cells["page"][units] = pages
-            cells["request"][units] = self._number(sequence.request.request_id)
-            cells["state"][units] = HELD
-            cells["tokens"][units] = tokens[listed]
-            self.tables[units] += 1
-            self.slices[pages] = table.slices
+            first = layout.first_entry(table.first_page)  # in front of it there are holes
+            listed = np.empty(units.shape[1], CELL)
+            listed["page"] = np.repeat(table.pages(), _page_entries(layout, table.n_pages))
+            listed["request"] = self._number(sequence.request.request_id)
+            listed["state"] = HELD
+            listed["tokens"] = tokens
+            cells[units[:, first:]] = listed[first:]
+            self.tables[units[:, first:]] += 1
+            self.slices[listed["page"]] = table.slices
 
     def _mark_cached(self, cells: Cells, engine: Engine) -> None:
         """Idle pages: those that were cached before stay as they are, the others' tokens are looked up in the index."""
