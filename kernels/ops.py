@@ -60,6 +60,8 @@ def _prefill(*args):  # type: ignore[no-untyped-def]
 
 
 def _transfer(source: Tensor, target: Tensor, pairs: Tensor, name: str) -> None:
+    if log.KERNELS:
+        log.chosen("transfer", name, _KERNELS[name], source)
     backend(name).transfer(source, target, pairs)
 
 

@@ -34,6 +34,7 @@ def append(backend):
     k, v = torch.randn(2, 3, 2, 16)
     ops.append(k, v, pool, 1, torch.tensor([9, 20, 31]), backend)
     ops.copy_units(pool, torch.tensor([[1, 2]], dtype=torch.int32), backend)
+    ops.transfer(pool, torch.zeros_like(pool), torch.tensor([[1, 2]], dtype=torch.int32), backend)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +44,7 @@ def append(backend):
 def test_every_op_says_what_runs_it(said, backend, kernel):
     append(backend)
     pool = "pool of float32 on cpu, 2 layers, 2 KV heads of 16, units of 8 tokens"
-    assert said() == [f"append: {backend}, {kernel}; {pool}", f"copy_units: {backend}, {kernel}; {pool}"]
+    assert said() == [f"{op}: {backend}, {kernel}; {pool}" for op in ("append", "copy_units", "transfer")]
 
 
 def test_a_choice_is_said_once(said):
