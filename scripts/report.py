@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from octavo.scripts import settings
+from octavo.scripts import page_map, settings
 from octavo.scripts.progress import console
 from octavo.scripts.run import Run
 from octavo.scripts.schema import Config
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+    from octavo.core.inspection.page_watch import PageWatch
 
 Row = Mapping[str, Any]
 
@@ -60,25 +62,33 @@ HEADINGS = {
 LABELS = ("name", "method", "task", "policy")
 
 STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 72rem; padding: 0 1rem; color: #222 }
-table { border-collapse: collapse; margin: 1rem 0 } th, td { padding: .3rem .7rem; border-bottom: 1px solid #ddd }
+:root { color-scheme: light dark }
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 72rem; padding: 0 1rem }
+table { border-collapse: collapse; margin: 1rem 0 } th, td { padding: .3rem .7rem; border-bottom: 1px solid #8884 }
 th { text-align: left; font-weight: 600 } td { font-variant-numeric: tabular-nums }
 td { white-space: nowrap } td.number { text-align: right }
-small, .interval { color: #777 } img { max-width: 100%; margin: 1rem 0 } pre { background: #f6f6f6; padding: 1rem;
-overflow-x: auto } .wide { overflow-x: auto } .incomplete { color: #b00 }
+small, .interval { color: #808080 } img { max-width: 100%; margin: 1rem 0 } pre { background: #8881; padding: 1rem;
+overflow-x: auto } .wide { overflow-x: auto } .incomplete { color: #c22 }
 """
 
 
 def publish(
-    run: Run, config: Config, rows: Sequence[Row], *, plots: Mapping[str, Figure], notes: Sequence[str] = ()
+    run: Run,
+    config: Config,
+    rows: Sequence[Row],
+    *,
+    plots: Mapping[str, Figure],
+    notes: Sequence[str] = (),
+    watch: PageWatch | None = None,
 ) -> None:
     """End a run: final metrics, plots, report, tracked results, and the table on the terminal.
 
     Args:
         notes: what a reader must know to read the table, one sentence each.
+        watch: what an engine's pool looked like, for the page map.
     """
     files = {name: run.save_plot(name, figure) for name, figure in plots.items()}
-    run.write("report.html", page(run, config, rows, notes))
+    run.write("report.html", page(run, config, rows, notes, watch))
     run.tracker.log_results(rows, files)
     run.write_rows(rows, complete=True)
     console.print(terminal_table(rows))
@@ -99,9 +109,10 @@ def main_columns(rows: Sequence[Row]) -> list[str]:
     return [key for key in (*LABELS, *HEADINGS) if key in keys]
 
 
-def terminal_table(rows: Sequence[Row]) -> Table:
+def terminal_table(rows: Sequence[Row], keys: Sequence[str] | None = None) -> Table:
+    """Rows as a table: the columns that a reader looks at first, or ``keys``."""
     table = Table(box=None, header_style="bold", pad_edge=False)
-    keys = main_columns(rows)
+    keys = main_columns(rows) if keys is None else keys
     for key in keys:
         table.add_column(HEADINGS.get(key, key), justify="left" if key in LABELS else "right")
     for row in rows:
@@ -109,8 +120,8 @@ def terminal_table(rows: Sequence[Row]) -> Table:
     return table
 
 
-def page(run: Run, config: Config, rows: Sequence[Row], notes: Sequence[str]) -> str:
-    """The HTML report; images are inside it."""
+def page(run: Run, config: Config, rows: Sequence[Row], notes: Sequence[str], watch: PageWatch | None = None) -> str:
+    """The HTML report; images and the page map are inside it."""
     environment = run.environment
     title = f"octavo: {config.experiment}"
     images = "".join(map(_image, sorted((run.folder / "plots").glob("*.png"), key=_when)))
@@ -122,6 +133,7 @@ def page(run: Run, config: Config, rows: Sequence[Row], notes: Sequence[str]) ->
         f"<h1>{html.escape(title)}</h1>"
         f"{_table(rows, main_columns(rows))}"
         f"{''.join(f'<p>{html.escape(note)}</p>' for note in notes)}{images}"
+        f"{'' if watch is None else page_map.section(watch)}"
         f"<details><summary>All columns</summary>{_table(rows, columns(rows))}</details>"
         f"<h2>Settings</h2><pre>{html.escape(keys_used)}</pre>"
         f"<h2>Environment</h2><table>{made}</table></html>\n"

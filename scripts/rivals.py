@@ -47,7 +47,7 @@ class Octavo:
         page_tokens = build.engine_config(config.engine).text_page_tokens
         pool_tokens = config.engine.pool_tokens or workload.slots(page_tokens)
         sized = dataclasses.replace(config, engine=dataclasses.replace(config.engine, pool_tokens=pool_tokens))
-        self._engine = build.engine(sized, model, None)
+        self.engine = build.engine(sized, model, None)
         self._passes = 0
 
     def run(self, workload: Workload) -> Outing:
@@ -55,16 +55,16 @@ class Octavo:
         start = time.perf_counter()
         ids = [
             # The salt keeps the prompts' pages from being found again by the next pass.
-            self._engine.submit(prompt, SamplingParams(max_tokens=new, ignore_eos=True), salt=f"pass {self._passes}")
+            self.engine.submit(prompt, SamplingParams(max_tokens=new, ignore_eos=True), salt=f"pass {self._passes}")
             for prompt, new in zip(workload.prompts, workload.new_tokens, strict=True)
         ]
-        completions = self._engine.finish(ids)
+        completions = self.engine.finish(ids)
         seconds = time.perf_counter() - start
         found = [len(completions[request_id].samples[0].token_ids) for request_id in ids]
         assert found == list(workload.new_tokens), "a request was cut short"
-        spec, config = self._engine.spec, self._engine.config
+        spec, config = self.engine.spec, self.engine.config
         slot_bytes = spec.kv_bytes_per_token(kv_dtype(config, spec).itemsize)
-        held = self._engine.stats().units_held_peak * config.unit_tokens
+        held = self.engine.stats().units_held_peak * config.unit_tokens
         return Outing(seconds, workload.total_new, held * slot_bytes)
 
 

@@ -40,6 +40,10 @@ def run(config: CodeCompletion, run: Run) -> None:
         model, tokenizer = build.load_model(config.model)
         engine = build.engine(config, model, tokenizer)
         build.fit(methods, engine)
+    if config.page_map:
+        from octavo.core.inspection.page_watch import PageWatch
+
+        engine.watch = PageWatch()
 
     done = run.done("item", "method")
     left = [(item, {n: m for n, m in methods.items() if (item.id, n) not in done}) for item in items]
@@ -63,7 +67,7 @@ def run(config: CodeCompletion, run: Run) -> None:
         "by_length": plots.by_length(good, list(methods)),
         "per_item": plots.per_item(good, list(methods)),
     }
-    report.publish(run, config, rows, plots=figures, notes=NOTES)
+    report.publish(run, config, rows, plots=figures, notes=NOTES, watch=engine.watch)
 
 
 def complete(

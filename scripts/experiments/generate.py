@@ -21,6 +21,10 @@ def run(config: Generate, run: Run) -> None:
     with waiting(f"loading {config.model.path}"):
         model, tokenizer = build.load_model(config.model)
         engine = build.engine(config, model, tokenizer)
+    if config.page_map:
+        from octavo.core.inspection.page_watch import PageWatch
+
+        engine.watch = PageWatch()
 
     start = time.perf_counter()
     ids: dict[str, int] = {}
@@ -70,7 +74,7 @@ def run(config: Generate, run: Run) -> None:
         "seconds": seconds,
         "tokens_per_s": new_tokens / seconds,
     }
-    report.publish(run, config, [row], plots={})
+    report.publish(run, config, [row], plots={}, watch=engine.watch)
     if refused:
         ordered = [next((c for r, c in completions.items() if ids[r] == i), None) for i in range(len(prompts))]
         raise BatchError(ordered, refused)

@@ -20,6 +20,7 @@ from octavo.scripts.workloads import Workload
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from octavo.core.inspection.page_watch import PageWatch
     from octavo.scripts.rivals import Contender
 
 log = logging.getLogger(__name__)
@@ -27,6 +28,7 @@ log = logging.getLogger(__name__)
 Row = dict[str, Any]
 
 PROFILED_TOKENS = 8
+WATCHED_TOKENS = 48
 
 NOTES = (
     "tokens/s counts the new tokens that requests asked for; medians over the rounds, in which contenders take turns.",
@@ -56,11 +58,14 @@ def run(config: Throughput, run: Run) -> None:
     if config.profile:
         _profile(config, run, model, loads[0])
 
+    watch = _watch(config, model, loads[-1]) if config.page_map else None
+
     found = rows(run.samples)
     notes += _busy(run.samples)
     for line in _ratios(found):
         console.print(line, style="bold", markup=False, highlight=False)
-    report.publish(run, config, found, plots={"throughput": bars(found)}, notes=(*NOTES, *dict.fromkeys(notes)))
+    notes = [*NOTES, *dict.fromkeys(notes)]
+    report.publish(run, config, found, plots={"throughput": bars(found)}, notes=notes, watch=watch)
 
 
 def _race(
@@ -205,6 +210,20 @@ def _refuse_too_long(loads: Sequence[Workload], model: Any) -> None:
                 f"workload {workload.name} has a request of {workload.longest} tokens, and the model at most {most}; "
                 "choose other workloads, or limit=2 for a smoke test"
             )
+
+
+def _watch(config: Throughput, model: Any, workload: Workload) -> PageWatch:
+    """The pool during one more pass of octavo over a workload, its outputs cut short. Not during a round, whose time is
+    measured, for looking takes some."""
+    from octavo.core.inspection.page_watch import PageWatch
+    from octavo.scripts.rivals import Octavo
+
+    short = workload.cut(len(workload.prompts), workload.longest, WATCHED_TOKENS)
+    contender = Octavo(config, model, short)
+    watch = contender.engine.watch = PageWatch()
+    with waiting("one more pass, for the page map"):
+        contender.run(short)
+    return watch
 
 
 def _profile(config: Throughput, run: Run, model: Any, workload: Workload) -> None:

@@ -103,6 +103,18 @@ def test_tables_leave_out_intervals_and_what_never_differs() -> None:
     assert "60.0" in lines[2] and "-10.0" in lines[2] and "25 B" in lines[2]
 
 
+def test_any_columns_can_be_asked_for() -> None:
+    """As for block statistics, of which every column says something."""
+    rows = [{"state": "free", "request": None, "bytes": 2048, "mean_run_units": 12.5}] * 2
+    console = Console(width=80)
+    with console.capture() as capture:
+        console.print(report.terminal_table(rows, list(rows[0])))
+    assert [line.split() for line in capture.get().splitlines()] == [
+        ["state", "request", "bytes", "mean_run_units"],
+        *[["free", "-", "2.05", "kB", "12.5"]] * 2,
+    ]
+
+
 @pytest.mark.parametrize("figure", ["pareto", "by_length", "per_item"])
 def test_figures_draw(figure: str, tmp_path: Any) -> None:
     good = [s for s in SAMPLES if "error" not in s]

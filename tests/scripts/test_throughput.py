@@ -63,7 +63,7 @@ class TestContenders:
         contender = rivals.Octavo(config, t_model, SMALL)
         outings = [contender.run(SMALL) for _ in range(2)]
         assert [o.new_tokens for o in outings] == [7, 7]
-        assert contender._engine.stats().hit_tokens == 0
+        assert contender.engine.stats().hit_tokens == 0
         # The last token's KV is not stored: 8, 3 and 1 slots are 2 + 1 + 1 pages of 4, of 2 * 2 * 2 * 16 fp32 numbers.
         assert outings[1].kv_bytes == 4 * 4 * 2 * 2 * 2 * 16 * 4
 
