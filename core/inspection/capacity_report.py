@@ -14,6 +14,7 @@ from octavo.core.page_layout import PageLayout
 
 if TYPE_CHECKING:
     from octavo.core.engine import Engine
+    from octavo.core.page_pool import PagePool
     from octavo.core.sequence import Sequence
 
 TOP_HOLDERS = 3
@@ -36,13 +37,13 @@ def too_long(prompt: int, required: int, longest: int) -> str:
 
 def never_fits(layout: PageLayout, plan: LayerPlan, prompt: int, required: int, units: int, pool_units: int) -> str:
     """A request needs ``units`` units at once, and the pool can have ``pool_units``, whoever else is served."""
-    pages = layout.pages_for(prompt + required - 1)
-    page_tokens = layout.page_slots(pages - 1)
+    page_tokens = layout.page_slots(layout.pages_for(prompt + required - 1) - 1)
+    slots, there = -(-units * layout.unit_tokens // plan.slices), pool_units * layout.unit_tokens // plan.slices
     return (
-        f"a prompt of {prompt} tokens and {required} new ones need {pages} pages of {page_tokens} tokens, and the pool "
-        f"has {_tokens(pool_units, layout, plan) // page_tokens} ({units} and {pool_units} units); raise pool_tokens "
-        f"to at least {_tokens(units, layout, plan)} from {_tokens(pool_units, layout, plan)} (or memory_fraction, "
-        "which sizes the pool where pool_tokens is not set), shorten the prompt, or lower max_tokens"
+        f"a prompt of {prompt} tokens and {required} new ones need {-(-slots // page_tokens)} pages of {page_tokens} "
+        f"tokens, and the pool has {there // page_tokens} ({units} and {pool_units} units); raise pool_tokens to at "
+        f"least {slots} from {there} (or memory_fraction, which sizes the pool where pool_tokens is not set), shorten "
+        "the prompt, or lower max_tokens"
     )
 
 
@@ -95,17 +96,22 @@ def step_memory(tokens: int, sequences: int, engine: Engine) -> str:
 
 
 def stranded(sequence: Sequence, engine: Engine) -> str:
-    """A sequence is alone, and the pool cannot hold one more token of it."""
-    pool, plan, layout = engine._pool, engine._plan, sequence.layout
-    request = sequence.request
+    """Nobody else runs, and the pool cannot hold one more token of a sequence, or the first chunk of one that waits."""
+    pool, plan, layout, request = engine._pool, engine._plan, sequence.layout, sequence.request
+    count = 1 if sequence.computed else min(sequence.chunk_limit(), engine.config.step_tokens)
+    what = "token needs" if count == 1 else f"{count} tokens need"
     wanted = min(len(request.prompt) + request.params.max_tokens - 1, engine.max_model_tokens)
-    pool_tokens = _tokens(pool.most_units, layout, plan)
+    pool_tokens, pinned_tokens = (
+        units * layout.unit_tokens // plan.slices for units in (pool.most_units, _pinned(pool))
+    )
+    enough = layout.entries_for(wanted) * layout.unit_tokens + pinned_tokens
     return (
         f"request {request.request_id!r}, sample {sequence.sample}, ends with finish_reason='capacity' after "
-        f"{sequence.generated} new tokens: token {sequence.computed + 1} needs {sequence.units_for(1)} more units, and "
-        f"{pool.available} of {pool.most_units} can be had. {holders(engine)}. Raise pool_tokens from {pool_tokens} to "
-        f"{layout.entries_for(wanted) * layout.unit_tokens} for all of its max_tokens={request.params.max_tokens} (or "
-        "memory_fraction, which sizes the pool where pool_tokens is not set), or lower max_tokens"
+        f"{sequence.generated} new tokens: its next {what} {sequence.units_for(count)} more units, and "
+        f"{pool.available + pool.growable} of {pool.most_units} can be had. {holders(engine)}. Raise pool_tokens from "
+        f"{pool_tokens} to {enough} for all of its max_tokens={request.params.max_tokens} (or memory_fraction, which "
+        "sizes the pool where pool_tokens is not set), or lower max_tokens"
+        + (", or pin fewer requests' pages by their priority" if pinned_tokens else "")
         + (f", or lower page_tokens from {layout.page_slots(0)}" if layout.page_slots(0) > pool_tokens // 8 else "")
     )
 
@@ -113,7 +119,7 @@ def stranded(sequence: Sequence, engine: Engine) -> str:
 def holders(engine: Engine) -> str:
     """Who holds the pool now: the requests that hold most, and what is cached and free."""
     pool = engine._pool
-    held = units_by_request(engine)
+    held, pinned = units_by_request(engine), _pinned(pool)
     parked = {s.request.request_id for s in engine._scheduler.parked}
     said = [
         f"{name!r}{' (an idle session)' if name in parked else ''} {units} units ({units / pool.total_units:.0%})"
@@ -124,13 +130,13 @@ def holders(engine: Engine) -> str:
     return (
         f"Of {pool.total_units} units are held {pool.held_units}"
         + (f" ({', '.join(said)})" if said else "")
-        + (f", cached {pool.cached_units}, free {pool.free_units}")
+        + f", cached {pool.cached_units}{f' ({pinned} of them pinned)' if pinned else ''}, free {pool.free_units}"
     )
 
 
-def _tokens(units: int, layout: PageLayout, plan: LayerPlan) -> int:
-    """Tokens that units have room for in every layer."""
-    return units * layout.unit_tokens // plan.slices
+def _pinned(pool: PagePool) -> int:
+    """Units of idle pages that are never evicted, or not before one that is pinned."""
+    return int(pool.size[pool.kept].sum())
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -128,7 +128,7 @@ class TestASequenceThatIsStranded:
         assert completion.samples[0].finish_reason == "capacity"
         [message] = warnings()
         assert "request 'a', sample 0, ends with finish_reason='capacity' after 8 new tokens" in message
-        assert "token 17 needs 1 more units, and 0 of 4 can be had" in message
+        assert "its next token needs 1 more units, and 0 of 4 can be had" in message
         assert "Of 4 units are held 4 ('a' 4 units (100%)), cached 0, free 0" in message
         assert "Raise pool_tokens from 16 to 28 for all of its max_tokens=20" in message
         enough = knob(message, r"from 16 to (\d+)")
@@ -136,6 +136,19 @@ class TestASequenceThatIsStranded:
         roomy._eos = set()
         assert roomy.generate([tokens(9)], SamplingParams(max_tokens=20))[0].samples[0].finish_reason == "length"
         assert len(warnings()) == 1
+
+    def test_pinned_pages_are_named(self, t_model, engine_for, drain, warnings):
+        engine = engine_for(t_model, pool_tokens=40, eviction="priority")
+        engine.generate([tokens(4, 2)], SamplingParams(max_tokens=1))
+        engine.submit(tokens(33), SamplingParams(max_tokens=1), priority=100)
+        drain(engine)
+        engine.submit(tokens(9, 1), SamplingParams(max_tokens=5, **GREEDY), request_id="large")
+        drain(engine)
+        [message] = warnings()
+        assert "request 'large', sample 0, ends with finish_reason='capacity' after 0 new tokens" in message
+        assert "its next 9 tokens need 3 more units, and 2 of 10 can be had" in message
+        assert "Of 10 units are held 0, cached 9 (8 of them pinned), free 1" in message
+        assert "from 40 to 48 for all of its max_tokens=5" in message and "pin fewer requests' pages" in message
 
 
 def test_holders_are_named_most_first(t_model, engine_for):
