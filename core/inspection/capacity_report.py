@@ -136,7 +136,7 @@ def holders(engine: Engine) -> str:
 
 def _pinned(pool: PagePool) -> int:
     """Units of idle pages that are never evicted, or not before one that is pinned."""
-    return int(pool.size[pool.kept].sum())
+    return pool.pinned_units
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -543,7 +543,8 @@ class TestPinned:
             request_id = engine.submit(tokens(prompt_tokens, 1), SamplingParams(max_tokens=19, **GREEDY))
             drained = drain(engine, limit=60)
         assert drained.completions[request_id].samples[0].finish_reason == "capacity"
-        assert f"{request_id!r} ends" in caplog.text and "0 of 10 units available, 5 pinned" in caplog.text
+        assert f"request {request_id!r}, sample 0, ends" in caplog.text and "0 of 10 can be had" in caplog.text
+        assert "cached 5 (5 of them pinned), free 0" in caplog.text
         assert_nothing_held(engine)
 
     def test_a_prefix_that_is_pinned_is_there_to_be_hit(self, t_model, host_tier_for, engine_for, assert_nothing_held):
