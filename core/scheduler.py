@@ -229,7 +229,8 @@ class Scheduler:
             grown = layout.first_entry(layout.pages_for(hit_tokens + count)) - layout.first_entry(hit_pages)
             return grown * self._plan.slices + restored
 
-        if not self.running:  # as much as there is room for: what a window passes makes room for the rest
+        if not self.running and any(group.window for group in self._plan.groups):
+            # As much as there is room for: what a window passes makes room for the rest.
             room = self._pool.units_left(match.device_pages)
             count = max(1, bisect_right(range(1, count + 1), room, key=fresh_for))
         fresh = fresh_for(count)
