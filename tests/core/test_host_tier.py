@@ -550,7 +550,7 @@ class TestRefusals:
         ],
         ids=[
             "lost-unit", "unit-twice", "other-page", "behind", "restores", "lost-restore", "lost-order",
-            "dirty-in-order",             "foreign-page", "count", "arriving",
+            "dirty-in-order", "foreign-page", "count", "arriving",
         ],
     )  # fmt: skip
     def test_check_finds(self, break_it, message):

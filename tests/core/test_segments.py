@@ -142,7 +142,7 @@ class TestHits:
     def test_the_same_tokens_on_pages_of_two_sizes(
         self, host_tokens, order, model, paged, unsegmented, drain, give_everything_up, assert_nothing_held
     ):
-        """8 tokens fill a page of text, or seal a page of an image: their units lie otherwise. The window sees them."""
+        """8 tokens fill a page of text, or seal one of an image: their units lie otherwise. A window sees them."""
         as_image, as_text = [image(8), text(3, 1)], [text(8), text(3, 1)]
         engine = paged(model, host_tokens=host_tokens)
         expected = unsegmented(model, plain(as_text))

@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from octavo.core.interfaces import ModelSpec
-from octavo.core.memory.transfer_costs import TransferCosts, measure_bytes_per_s
+from octavo.core.memory import transfer_costs
+from octavo.core.memory.transfer_costs import (
+    NOMINAL_FLOPS_PER_S,
+    TIMED_TOKENS,
+    PageCosts,
+    TransferCosts,
+    measure_bytes_per_s,
+)
 from octavo.kernels.layout import pool_shape
 
 SPEC = ModelSpec("tiny", 3, 4, 2, 8, torch.float32, 128, 1 << 20, (0, 0, 0))
@@ -69,3 +76,58 @@ def test_measured_rate_is_plausible_and_touches_nothing(dtype, nbytes):
     kv = torch.full(pool_shape(3, 2, 2, 8, 16), torch.nan, dtype=dtype)
     assert 1e6 < measure_bytes_per_s(kv, "cpu", nbytes) < 1e13
     assert kv.isnan().all()
+
+
+class TestPageCosts:
+    """What an engine asks: the same closed forms, for its model and the rates of its machine."""
+
+    def costs(self, **rates):
+        return PageCosts(replace(COSTS, **rates), 1000, SPEC)
+
+    def test_closed_forms(self):
+        costs = self.costs()
+        for tokens, position in ((1, 0), (16, 48)):
+            assert costs.recompute_seconds(tokens, position) == COSTS.recompute_seconds(tokens, position, 1000, SPEC)
+        choices = [costs.restore_is_cheaper(0, 16, position) for position in range(0, 100_000, 1000)]
+        assert choices == [
+            COSTS.restore_is_cheaper(0, 16, position, 1000, SPEC) for position in range(0, 100_000, 1000)
+        ]
+        assert choices[0] is False and choices[-1] is True
+
+    def test_a_model_counts_what_multiplies_a_token(self, t_model, monkeypatch):
+        """All but the embedding that is looked up: here 64 x 128, beside an output layer of its own."""
+        monkeypatch.setattr(transfer_costs, "measure_bytes_per_s", lambda *_: 123.0)
+        kv = torch.zeros(pool_shape(3, 2, 2, 8, 16))
+        parameters = sum(p.numel() for p in t_model.parameters()) - 128 * 64
+        for host, bytes_per_s in ((True, 123.0), (False, 1e10)):
+            costs = PageCosts.of(t_model, SPEC, kv, "cpu", host)
+            assert costs.rates == TransferCosts(bytes_per_s, 0.0, NOMINAL_FLOPS_PER_S["cpu"])
+            wanted = costs.rates.recompute_seconds(16, 32, parameters, SPEC)
+            assert costs.recompute_seconds(16, 32) == wanted
+
+    def test_the_fastest_long_step_says_what_the_device_reaches(self):
+        costs = self.costs()
+        work = sum(COSTS.recompute_seconds(*chunk, 1000, SPEC) for chunk in ((TIMED_TOKENS - 1, 0), (1, 500))) * 1e9
+        reached = []
+        for chunks, seconds in (
+            ([(TIMED_TOKENS - 1, 0)], 1e-9),  # too short to say anything
+            ([(TIMED_TOKENS - 1, 0), (1, 500)], 2.0),  # the first counts, though it is below what was taken for granted
+            ([(TIMED_TOKENS - 1, 0), (1, 500)], 4.0),
+            (iter([(TIMED_TOKENS - 1, 0), (1, 500)]), 1.0),
+        ):
+            costs.observe(chunks, seconds)
+            reached.append(costs.rates.flops_per_s)
+        assert reached == [1e9, *map(pytest.approx, (work / 2, work / 2, work))]
+        assert (costs.rates.bytes_per_s, costs.rates.seconds_per_copy) == (COSTS.bytes_per_s, COSTS.seconds_per_copy)
+
+    def test_a_faster_device_recomputes_what_a_slower_one_brings_back(self):
+        assert self.costs().restore_is_cheaper(0, 16, 500_000)
+        assert not self.costs(flops_per_s=1e12).restore_is_cheaper(0, 16, 500_000)
+
+    def test_an_engine_times_its_prefill(self, t_model, engine_for):
+        engine = engine_for(t_model)
+        engine.generate([[5] * (TIMED_TOKENS - 1)])
+        assert engine.costs.rates.flops_per_s == NOMINAL_FLOPS_PER_S["cpu"]
+        engine.generate([[6] * TIMED_TOKENS])
+        assert 1e5 < engine.costs.rates.flops_per_s < 1e15
+        assert engine.costs.rates.flops_per_s != NOMINAL_FLOPS_PER_S["cpu"]
