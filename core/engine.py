@@ -36,6 +36,7 @@ from octavo.core.sequence import Request
 from octavo.core.sequence import Sequence as TokenSequence
 from octavo.core.session import Session
 from octavo.core.token_list import TokenList
+from octavo.core.trace_recorder import TraceRecorder
 
 if TYPE_CHECKING:
     from octavo.core.inspection.page_watch import PageWatch
@@ -140,6 +141,22 @@ class Engine:
     def spec(self) -> ModelSpec:
         """What the engine found out about the model."""
         return self._model.spec
+
+    @property
+    def recorder(self) -> TraceRecorder | None:
+        """Takes down the page traffic, if there is one (``octavo.core.trace``).
+
+        Raises:
+            ValueError: on being set while sequences hold pages, which it would not know.
+        """
+        return self._scheduler.recorder
+
+    @recorder.setter
+    def recorder(self, recorder: TraceRecorder | None) -> None:
+        known = len(self._scheduler.running) + len(self._scheduler.parked)
+        if known:
+            raise ValueError(f"a recorder must see sequences begin, and {known} hold pages; set it before or after")
+        self._scheduler.recorder = recorder
 
     @property
     def max_model_tokens(self) -> int:
@@ -553,6 +570,8 @@ class Engine:
             if not self._scheduler.run(child):
                 child.rewind()
                 self._scheduler.add(child)
+            elif self.recorder is not None:
+                self.recorder.forked(child, first)
             children.append(child)
         return children
 

@@ -16,6 +16,7 @@ from octavo.core.page_layout import PageLayout
 from octavo.core.page_pool import PagePool, Units
 from octavo.core.prefix_cache import Node, PageKey
 from octavo.core.sequence import PrefixMatch, Sequence, match_prefix
+from octavo.core.trace_recorder import TraceRecorder
 
 
 @dataclass
@@ -79,6 +80,7 @@ class Scheduler:
         self.query_tokens = 0
         self.preemptions = 0
         self.running_peak = 0
+        self.recorder: TraceRecorder | None = None
 
     def schedule(self) -> StepPlan:
         """Plan the next step.
@@ -104,6 +106,8 @@ class Scheduler:
         """
         self._step += 1
         self._pool.book.clock = self._step
+        if self.recorder is not None:
+            self.recorder.stepping(self._step, self._pool.evictions)
         plan = StepPlan()
         waiting = set(self.waiting)
         admitting = True
@@ -130,6 +134,8 @@ class Scheduler:
             if not admitting and not self.running and not plan.chunks:
                 plan.stranded.append(sequence)
         self.running_peak = max(self.running_peak, len(self.running))
+        if self.recorder is not None:
+            self.recorder.planned(self._pool.evictions)
         return plan
 
     def add(self, sequence: Sequence) -> None:
@@ -150,11 +156,15 @@ class Scheduler:
         else:
             (self.waiting if sequence in self.waiting else self.parked).remove(sequence)
         sequence.rewind()
+        if self.recorder is not None:
+            self.recorder.closed(sequence)
 
     def park(self, sequence: Sequence) -> None:
         """Let a running sequence keep its pages while it has nothing to compute."""
         self._stop(sequence)
         self.parked.append(sequence)
+        if self.recorder is not None:
+            self.recorder.parked(sequence)
 
     def unpark(self, sequence: Sequence) -> bool:
         """Take a sequence out of the parked ones; False if its pages have been reclaimed in the meantime."""
@@ -169,6 +179,8 @@ class Scheduler:
         sequence.rewind()
         self.waiting.append(sequence)
         self.preemptions += 1
+        if self.recorder is not None:
+            self.recorder.preempted(sequence)
 
     def published(self, key: PageKey, sequence: Sequence) -> None:
         """A page is findable now; nobody needs to wait for it any more."""
@@ -259,6 +271,8 @@ class Scheduler:
         sequence.computed, sequence.nodes = hit_tokens, match.nodes
         self.waiting.remove(sequence)
         self.running.append(sequence)
+        if self.recorder is not None:
+            self.recorder.admitted(sequence, hit_tokens)
         self._place(sequence, count, plan)
         if self._config.prefix_cache:
             for key in sequence.keys(layout.full_pages(sequence.goal))[hit_pages:]:
@@ -307,6 +321,8 @@ class Scheduler:
                 plan.copies.append(table.copy_on_write(first))
             self._extend(table, last, layout)
         plan.chunks.append(Chunk(sequence, sequence.computed, count))
+        if self.recorder is not None:
+            self.recorder.placed(sequence, sequence.computed + count)
         sequence.served_at = self._step
 
     def _extend(self, table: BlockTable, last: int, layout: PageLayout) -> None:
@@ -326,7 +342,10 @@ class Scheduler:
         self.preempt(sequence)
 
     def _reclaim(self) -> None:
-        self.parked.pop(0).rewind()
+        sequence = self.parked.pop(0)
+        sequence.rewind()
+        if self.recorder is not None:
+            self.recorder.preempted(sequence)
 
     def _stop(self, sequence: Sequence) -> None:
         self.running.remove(sequence)

@@ -75,6 +75,8 @@ class Session:
         engine._enter(request, sequence)
         self._busy = request.request_id
         parked, self._parked = self._parked, None
+        if parked is not None and engine.recorder is not None:
+            engine.recorder.continued(sequence, parked)
         if parked is not None and engine._scheduler.unpark(parked):
             sequence.inherit(parked)
             kept = min(sequence.computed, max(0, sequence.reusable_tokens()))  # some token's logits are still wanted
@@ -106,6 +108,9 @@ class Session:
             )
             twin._parked.adopt_prefix(self._parked)
             self._engine._scheduler.parked.append(twin._parked)
+            if self._engine.recorder is not None:
+                self._engine.recorder.forked(twin._parked, self._parked)
+                self._engine.recorder.parked(twin._parked)
         return twin
 
     def close(self) -> None:
@@ -114,6 +119,8 @@ class Session:
             self._engine.abort(self._busy)
         if self._parked is not None and self._engine._scheduler.unpark(self._parked):
             self._parked.rewind()
+        if self._parked is not None and self._engine.recorder is not None:
+            self._engine.recorder.closed(self._parked)
         self._parked, self._closed = None, True
 
     def _take_back(self, sequence: TokenSequence) -> None:
