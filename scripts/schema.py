@@ -332,11 +332,17 @@ def _each_once(key: str, names: list[str], known: tuple[str, ...]) -> None:
             raise ConfigError(f"{key} lists {name!r} twice")
 
 
+# Down here, since they extend Config.
+from octavo.scripts.schema_memory import Concurrency, Eviction, Fragmentation  # noqa: E402
+
 EXPERIMENTS: dict[str, type[Config]] = {
     "allocators": Allocators,
     "code_completion": CodeCompletion,
+    "concurrency": Concurrency,
     "devices": Devices,
     "elastic": Elastic,
+    "eviction": Eviction,
+    "fragmentation": Fragmentation,
     "generate": Generate,
     "page_size": PageSize,
     "throughput": Throughput,
