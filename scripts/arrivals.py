@@ -204,7 +204,8 @@ class _Turn:
 
 
 def _tokens(random: np.random.Generator, count: int) -> list[int]:
-    return random.integers(VOCABULARY, size=count).tolist()
+    tokens: list[int] = random.integers(VOCABULARY, size=count).tolist()
+    return tokens
 
 
 def mix(name: str, longest: int) -> tuple[Lengths | Mixture, Lengths | Mixture]:

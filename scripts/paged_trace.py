@@ -85,7 +85,8 @@ class PagedTrace:
         return known[:count]
 
     def lookups(self) -> dict[PageKey, list[int]]:
-        """The events, ascending, with which sequences that open look for each page."""
+        """The events, ascending, with which sequences that open look for each page. Those that have lost their pages
+        look too, but on some pools only."""
         found: dict[PageKey, list[int]] = {}
         for at in np.flatnonzero(self.trace.event == Event.OPEN).tolist():
             sequence, reusable = int(self.trace.sequence[at]), int(self.trace.b[at])

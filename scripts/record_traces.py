@@ -15,7 +15,7 @@ from octavo.core import Engine, EngineConfig, SamplingParams
 from octavo.core.session import Session
 from octavo.core.trace import Trace
 from octavo.core.trace_recorder import TraceRecorder
-from octavo.scripts import benchmarks, build, main, settings, traces
+from octavo.scripts import benchmarks, build, naming, schema, settings, traces
 from octavo.scripts.experiments.code_completion import complete
 from octavo.scripts.schema import CodeCompletion
 
@@ -23,6 +23,7 @@ ITEMS = 20
 ANSWER_TOKENS = 40
 ROUNDS = 3
 CHAT_POOL_TOKENS = 32768
+CHAT_MODEL_TOKENS = 4096
 
 SYSTEM = (
     "You are the reading-room assistant of a small museum of printing. Answer visitors in plain words and in no more "
@@ -63,13 +64,8 @@ QUESTIONS = (
 )
 
 
-def record_main_job() -> Trace:
+def record_main_job(config: CodeCompletion, model: Any, tokenizer: Any) -> Trace:
     """The main job on its first items: all methods of an item in one batch, then its gold line under each."""
-    assert main.schema  # importing main makes the configuration's types known
-    with initialize_config_module("octavo.configs", version_base="1.3"):
-        config = settings.typed(compose("config", overrides=[f"limit={ITEMS}"]))
-    assert isinstance(config, CodeCompletion)
-    model, tokenizer = build.load_model(config.model)
     engine = build.engine(config, model, tokenizer)
     methods = build.methods(config.sparse)
     engine.recorder = recorder = TraceRecorder()
@@ -86,7 +82,7 @@ def record_chat(model: Any, tokenizer: Any) -> Trace:
     Then everybody leaves. A visitor of two notes ago comes back, sends the whole conversation once more and asks. All
     notes come round three times.
     """
-    config = EngineConfig(pool_tokens=CHAT_POOL_TOKENS, max_model_tokens=4096)
+    config = EngineConfig(pool_tokens=CHAT_POOL_TOKENS, max_model_tokens=CHAT_MODEL_TOKENS)
     engine = Engine(model, tokenizer, config)
     engine.recorder = recorder = TraceRecorder()
     histories: list[list[int]] = []
@@ -120,10 +116,17 @@ def _ask(engine: Engine, sessions: list[Session], questions: list[str]) -> None:
 
 
 def record(folder: Path) -> None:
+    schema.register()
+    naming.register()
     with initialize_config_module("octavo.configs", version_base="1.3"):
-        config = settings.typed(compose("config"))
+        config = settings.typed(compose("config", overrides=[f"limit={ITEMS}"]))
+    assert isinstance(config, CodeCompletion)
     model, tokenizer = build.load_model(config.model)
-    for name, trace in (("chat", record_chat(model, tokenizer)), ("main_job", record_main_job())):
+    recorded = {
+        "chat": record_chat(model, tokenizer),
+        "main_job": record_main_job(config, model, tokenizer),
+    }
+    for name, trace in recorded.items():
         file = folder / traces.file_name(name)
         trace.save(file)
         print(f"{file}: {len(trace)} events, {trace.sequences} sequences, {file.stat().st_size:,} bytes", flush=True)

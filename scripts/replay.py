@@ -43,7 +43,7 @@ class Replay:
     """What a replay saw. Memory is looked at once a step, when the step has stored its tokens.
 
     Attributes:
-        hit_tokens, query_tokens: found in the cache, and looked up.
+        hit_tokens, query_tokens: found in the cache, and looked up, by sequences that did not fail at it.
         evictions: pages.
         failures: sequences that left, because a pool with nothing idle in it was too small for them.
         reclaimed: parked sequences whose pages were taken.
@@ -126,6 +126,9 @@ class _Live:
 
 
 class _Machine:
+    """The state of one replay. ``filled`` counts the tokens in each page, by its first unit; ``samples`` are time, held
+    and used slots, and predicted waste of each step."""
+
     def __init__(self, paged: PagedTrace, pool_tokens: int, allocator: str, eviction: str | EvictionPolicy) -> None:
         if pool_tokens < 1:
             raise ValueError(f"pool_tokens must be at least 1, got {pool_tokens}")
@@ -133,6 +136,7 @@ class _Machine:
         self.paged, self.trace = paged, paged.trace
         self.allocator = TimedAllocator(_named("allocator", allocator, ALLOCATORS)(units))
         self.index = PrefixCache()
+        # Costs are compared a byte, and all tokens have as many: a token's count as one.
         self.pool = PagePool(self.allocator, self._policy(eviction), self.index, unit_bytes=paged.unit_tokens)
         self.live: dict[int, _Live] = {}
         self.parked: dict[int, _Live] = {}
@@ -236,7 +240,8 @@ class _Machine:
 
     def _match(self, sequence: _Live, limit: int) -> list[Node]:
         """Nodes of the longest prefix, of at most ``limit`` tokens, whose pages are all there."""
-        number, nodes = sequence.number, []
+        number = sequence.number
+        nodes: list[Node] = []
         parent: Parent = self.paged.root(number)
         for page in self.paged.pages(number, sequence.layout.full_pages(limit)):
             node = self.index.find(page.key, parent, page.tokens, page.provenance)
@@ -299,7 +304,8 @@ class _Machine:
         if not isinstance(eviction, str):
             return eviction
         if eviction != BELADY:
-            return _named("eviction", eviction, {**EVICTIONS, BELADY: Belady})()
+            policy: EvictionPolicy = _named("eviction", eviction, {**EVICTIONS, BELADY: Belady})()
+            return policy
         uses = self.paged.lookups()
 
         def next_use(pages: Pages) -> NDArray[np.int64]:

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 
-ARRIVALS = {
+ARRIVALS: dict[str, Poisson | Bursty] = {
     "poisson": Poisson(2.0),
     "bursty": Bursty(calm_per_s=0.5, burst_per_s=8.0, calm_s=20.0, burst_s=5.0),
 }
-"""Two conversations a second, on average, either way."""
+"""Two conversations a second on average, either way."""
 
 NOTES = (
     "The pool holds what must be held at once, and so many per cent of the pages that an endless one would keep.",
@@ -137,6 +137,6 @@ def figure(samples: Sequence[Sample]) -> Figure:
             line = sorted((s["pool_tokens"], s["hit_rate_percent"]) for s in own if s["eviction"] == eviction)
             style = {"color": "black", "linestyle": "--"} if eviction == BELADY else {"marker": "o", "alpha": 0.8}
             axes.plot(*zip(*line, strict=True), label=eviction, **style)
-        axes.set(title=name, xlabel="tokens of the pool", ylabel="tokens found (%)", ylim=(0, None))
-    drawn.axes[0].legend(fontsize="small")
+        axes.set(title=name, xscale="log", xlabel="tokens of the pool", ylabel="tokens found (%)", ylim=(0, 100))
+    drawn.axes[0].legend(fontsize="small", loc="lower right")
     return drawn
