@@ -9,6 +9,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from octavo.scripts.embedded_models import MODELS
 from octavo.scripts.paths import absolute
 from octavo.scripts.refusal import ConfigError, one_of, unknown_key
 from octavo.scripts.schema import EXPERIMENTS, Config
@@ -48,7 +49,7 @@ def resolved_model(path: str) -> str:
     if folder.is_dir():
         return str(folder)
     if path.startswith(("/", "./", "../", "~")) or path.count("/") > 1:
-        hint = "; `make setup` makes the embedded model" if folder.name == "SmolLM2-135M-Instruct" else ""
+        hint = next((f"; {model.command} makes it" for model in MODELS.values() if model.folder == folder.name), "")
         raise ConfigError(f"model.path={path}: no such folder: {folder}{hint}")
     return path
 
