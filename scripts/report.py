@@ -73,6 +73,16 @@ HEADINGS = {
     "committed_bytes_mean": "committed",
     "committed_bytes_min": "at least",
     "committed_ratio": "committed / needed",
+    "kv_bytes_held_peak": "KV held at the peak",
+    "kv_bytes_held_decoding": "while decoding",
+    "kv_ratio": "peak on / off",
+    "kv_decoding_ratio": "decoding on / off",
+    "unpredicted_steps": "steps not as predicted",
+    "same_tokens": "same tokens",
+    "requests_fit": "requests in one pool",
+    "prefill_seconds": "prefill s",
+    "hit_seconds": "on a prefix hit",
+    "fork_us": "µs to fork",
 }
 """The columns that a reader looks at first, and what they are called there; all others keep their key."""
 

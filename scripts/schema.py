@@ -333,7 +333,7 @@ def _each_once(key: str, names: list[str], known: tuple[str, ...]) -> None:
 
 
 # Down here, since they extend Config.
-from octavo.scripts.schema_memory import Concurrency, Eviction, Fragmentation  # noqa: E402
+from octavo.scripts.schema_memory import Concurrency, Eviction, Fragmentation, LayerGroups  # noqa: E402
 
 EXPERIMENTS: dict[str, type[Config]] = {
     "allocators": Allocators,
@@ -344,6 +344,7 @@ EXPERIMENTS: dict[str, type[Config]] = {
     "eviction": Eviction,
     "fragmentation": Fragmentation,
     "generate": Generate,
+    "layer_groups": LayerGroups,
     "page_size": PageSize,
     "throughput": Throughput,
 }

@@ -76,6 +76,32 @@ class Concurrency(Config):
         _replayed(self, "page_tokens", "allocator", "max_seqs")
 
 
+@dataclass
+class LayerGroups(Config):
+    """contexts: tokens of a request, prompt and output together; one engine each way for each of them. new_tokens: of
+    that, the output."""
+
+    contexts: list[int] = field(default_factory=lambda: [1024, 4096, 8192, 16384, 32768])
+    new_tokens: int = 32
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least("new_tokens", self.new_tokens, 2)  # a fork comes between two of them
+        if not self.contexts:
+            raise ConfigError("contexts is empty; give at least one, for instance contexts=[4096]")
+        for context in self.contexts:
+            if context <= 2 * self.new_tokens:
+                raise ConfigError(f"contexts={context}: must be more than twice new_tokens={self.new_tokens}")
+            if self.contexts.count(context) > 1:
+                raise ConfigError(f"contexts lists {context} twice")
+        for key in ("pool_tokens", "prefix_cache"):
+            if getattr(self.engine, key) != getattr(EngineSettings(), key):
+                raise ConfigError(
+                    f"engine.{key}={getattr(self.engine, key)}: this experiment sizes its pools, and needs the prefix "
+                    "cache, itself; leave it out"
+                )
+
+
 def _mixes(config: Fragmentation | Concurrency) -> None:
     at_least("longest", config.longest, 64)
     at_least("requests", config.requests, 2)

@@ -1,0 +1,359 @@
+"""What do block tables of their own save for layers with a sliding window, and is anything else different?"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+from random import Random
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from octavo.scripts import build, report
+from octavo.scripts.machine_load import watch
+from octavo.scripts.progress import console, counting, waiting
+from octavo.scripts.refusal import ConfigError
+from octavo.scripts.run import Run, Sample
+from octavo.scripts.schema import LayerGroups
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from octavo.core import Engine
+    from octavo.core.layer_groups import LayerPlan
+    from octavo.core.page_layout import PageLayout
+
+Row = dict[str, Any]
+
+POLICIES = {"on": "layer groups", "off": "one group"}
+POOL_REQUESTS = 8
+"""The pool in which requests are counted holds so many of the ungrouped engine."""
+WARM_UP_TOKENS = 64
+SHOWN_RATIO = 0.25
+
+NOTES = (
+    "KV held is the bytes of the units that tables list, counted after every step; a closed form over the layers' "
+    "windows predicts it. A window's table holds the window and one step: a chunk at the peak, one token in decoding.",
+    "same tokens: equal to those of the engine with one group, greedily, up to the first difference.",
+    f"requests in one pool: how many fit where {POOL_REQUESTS} of the engine with one group do, one of them computing "
+    "its prompt while the others decode; arithmetic on the bytes held.",
+    "on a prefix hit: seconds to the first token when the prompt's pages are found.",
+)
+
+
+class Answer(NamedTuple):
+    """A request's output. ``margins`` are nats between the two most likely tokens at each position; ``units_held`` is
+    the pool's count after every step but the last, when the request has ended."""
+
+    tokens: list[int]
+    margins: list[float]
+    cached_tokens: int
+    first_seconds: float
+    seconds: float
+    units_held: list[int]
+
+
+def run(config: LayerGroups, run: Run) -> None:
+    """One sample a context and engine: each with a prompt of real code, greedily, on an engine of its own.
+
+    1. The request alone, from nothing: units held after every step, and the same in closed form.
+    2. The request again: a prefix hit.
+    3. A session that decodes half of the output, is forked, and of which both sides decode the rest.
+
+    All three write the same tokens, and so do the two engines, up to near ties of the arithmetic.
+    """
+    with waiting(f"loading {config.model.path}"):
+        model, tokenizer = build.load_model(config.model)
+    _refuse(config, model)
+    contexts = config.contexts[: config.limit]
+    text = _text(tokenizer, max(contexts), config.seed)
+
+    done = run.done("item", "groups")
+    turns = [(context, groups) for context in contexts for groups in POLICIES]
+    with counting(config.experiment, len(turns), len(done)) as advance:
+        for context, groups in turns:
+            if (str(context), groups) not in done:
+                prompt = text[: context - config.new_tokens]
+                sample = {"item": str(context), "groups": groups, **_measure(config, model, prompt, groups == "on")}
+                run.add(sample)
+                run.write_rows(rows(run.samples))
+                held = report.format_bytes(max(sample["units_held"]) * sample["unit_bytes"])
+                advance(f"{context:,} tokens, {POLICIES[groups]}: {held}, prefill {sample['prefill_seconds']:.1f} s")
+
+    found = rows(run.samples)
+    for line in _findings(found):
+        console.print(line, style="bold", markup=False, highlight=False)
+    report.publish(run, config, found, plots={"layer_groups": figure(found)}, notes=(*NOTES, *_near_ties(found)))
+
+
+def steps(prompt: int, new: int, step_tokens: int) -> list[tuple[int, int]]:
+    """The tokens (start, end) that each step of a request computes when it is alone: chunks, then one at a time."""
+    chunks = [(start, min(start + step_tokens, prompt)) for start in range(0, prompt, step_tokens)]
+    return chunks + [(at, at + 1) for at in range(prompt, prompt + new - 1)]
+
+
+def held_units(plan: LayerPlan, layout: PageLayout, start: int, end: int) -> int:
+    """Units that a sequence holds while its tokens ``start`` to ``end`` are computed: in each group of layers the pages
+    from the first token that ``start`` sees to ``end``."""
+    last = layout.first_entry(layout.pages_for(end))
+    firsts = [layout.first_entry(layout.page_of(group.first_seen(start))) for group in plan.groups]
+    return sum((last - first) * group.slices for first, group in zip(firsts, plan.groups, strict=True))
+
+
+def fitting(pool_bytes: int, peak_bytes: int, decoding_bytes: int) -> int:
+    """Requests that fit a pool, of which one holds ``peak_bytes`` and the others ``decoding_bytes``."""
+    return 0 if peak_bytes > pool_bytes else 1 + (pool_bytes - peak_bytes) // decoding_bytes
+
+
+def rows(samples: Sequence[Sample]) -> list[Row]:
+    """One row a context and engine, short contexts first. What compares the two is there once both have run."""
+    found = []
+    for sample in sorted(samples, key=lambda s: int(s["item"])):
+        pair = {s["groups"]: s for s in samples if s["item"] == sample["item"]}
+        off = pair.get("off")
+        peak, decoding = _bytes(sample)
+        row: Row = {
+            "name": "octavo",
+            "task": f"{int(sample['item']):,} tokens",
+            "policy": POLICIES[sample["groups"]],
+            "context_tokens": int(sample["item"]),
+            **{key: sample[key] for key in ("prompt_tokens", "new_tokens", "unit_bytes", "table_slices")},
+            "units_held_peak": sample["units_held_peak"],
+            "predicted_units_held_peak": max(sample["predicted_units_held"]),
+            "kv_bytes_held_peak": peak,
+            "kv_bytes_held_decoding": decoding,
+            "unpredicted_steps": _differing(sample["units_held"], sample["predicted_units_held"]),
+        }
+        if off is not None:
+            off_peak, off_decoding = _bytes(off)
+            same, margin = agreement(sample, off)
+            row |= {"kv_ratio": peak / off_peak, "kv_decoding_ratio": decoding / off_decoding}
+            row |= {"same_tokens": same, "margin_nats": margin}
+            row |= {"requests_fit": fitting(POOL_REQUESTS * off_peak, peak, decoding)}
+        row |= {
+            "prefill_seconds": sample["prefill_seconds"],
+            "tokens_per_s": (sample["new_tokens"] - 1) / sample["decode_seconds"],
+            "hit_tokens": sample["hit"]["cached_tokens"],
+            "hit_seconds": sample["hit"]["seconds"],
+            "hit_same_tokens": agreement(sample["hit"], sample)[0],
+            **{key: sample["fork"][key] for key in ("fork_us", "fork_units", "copies", "predicted_copies")},
+            "fork_units_held": sample["fork"]["units_held"],
+            "predicted_fork_units_held": sample["fork"]["predicted_units_held"],
+            "fork_same_tokens": min(agreement(side, sample)[0] for side in sample["fork"]["sides"]),
+            "free_cores": sample["free_cores"],
+        }
+        found.append(row)
+    return found
+
+
+def agreement(one: Sample, other: Sample) -> tuple[int, float | None]:
+    """Tokens up to the first difference of two outputs; and how clear the choice was there, on the side where it was
+    clearer, in nats. None if they do not differ."""
+    pairs = list(zip(one["tokens"], other["tokens"], strict=True))
+    same = next((at for at, (token, twin) in enumerate(pairs) if token != twin), len(pairs))
+    return same, None if same == len(pairs) else max(one["margins"][same], other["margins"][same])
+
+
+def figure(found: Sequence[Row]) -> Figure:
+    """Left: bytes held by context, at the peak and while decoding. Right: on over off, with the aimed-at quarter."""
+    from matplotlib.figure import Figure
+
+    drawn = Figure(figsize=(10, 4), layout="constrained")
+    held, ratio = drawn.subplots(1, 2)
+    for number, policy in enumerate(POLICIES.values()):
+        own = [row for row in found if row["policy"] == policy]
+        contexts = [row["context_tokens"] for row in own]
+        for key, style, when in (("peak", "o-", "peak"), ("decoding", "o:", "decoding")):
+            megabytes = [row[f"kv_bytes_held_{key}"] / 1e6 for row in own]
+            held.plot(contexts, megabytes, style, color=f"C{number}", label=f"{policy}, {when}")
+    grouped = [row for row in found if row["policy"] == POLICIES["on"] and "kv_ratio" in row]
+    for key, style, when in (("kv_ratio", "o-", "peak"), ("kv_decoding_ratio", "o:", "decoding")):
+        ratio.plot([r["context_tokens"] for r in grouped], [r[key] for r in grouped], style, color="C0", label=when)
+    ratio.axhline(SHOWN_RATIO, color="0.6", linestyle="--", label=f"{SHOWN_RATIO}")
+    held.set(ylabel="MB of KV held", yscale="log")
+    ratio.set(ylabel="bytes, on / off", ylim=(0, 1))
+    ticks = sorted({row["context_tokens"] for row in found})
+    for axes in (held, ratio):
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+        axes.set_xlabel("tokens of context")
+        axes.legend(fontsize="small")
+    return drawn
+
+
+def _measure(config: LayerGroups, model: Any, prompt: list[int], grouped: bool) -> dict[str, Any]:
+    from octavo.core.layer_groups import LayerPlan
+    from octavo.core.page_layout import PageLayout
+
+    load = watch()
+    engine = _engine(config, model, len(prompt), grouped)
+    _complete(engine, prompt[: min(WARM_UP_TOKENS, len(prompt) // 2)], 2, salt="warm-up")
+    cold = _complete(engine, prompt, config.new_tokens)
+    peak = engine.stats().units_held_peak
+    hit = _complete(engine, prompt, config.new_tokens)
+
+    plan = LayerPlan.of(engine.spec.windows, grouped)
+    layout = PageLayout([], engine.config.policies, engine.config.unit_tokens)
+    planned = steps(len(prompt), config.new_tokens, engine.config.step_tokens)
+    fork = _fork(engine, prompt, config.new_tokens, plan, layout)
+    engine.check()
+    token_bytes = engine.spec.kv_bytes_per_token(_itemsize(engine))
+    return {
+        "prompt_tokens": len(prompt),
+        "new_tokens": config.new_tokens,
+        "unit_bytes": engine.config.unit_tokens * token_bytes // plan.slices,
+        "table_slices": plan.slices,
+        "tokens": cold.tokens,
+        "margins": cold.margins,
+        "units_held": cold.units_held,
+        "units_held_peak": peak,
+        "predicted_units_held": [held_units(plan, layout, *step) for step in planned],
+        "prefill_seconds": cold.first_seconds,
+        "decode_seconds": cold.seconds - cold.first_seconds,
+        "hit": {
+            "cached_tokens": hit.cached_tokens,
+            "seconds": hit.first_seconds,
+            "tokens": hit.tokens,
+            "margins": hit.margins,
+        },
+        "fork": fork,
+        **dataclasses.asdict(load),
+    }
+
+
+def _complete(engine: Engine, prompt: list[int], new: int, salt: str | None = None) -> Answer:
+    """One request, alone in the engine, to its end."""
+    from octavo.core import SamplingParams
+
+    started = time.perf_counter()
+    engine.submit(prompt, SamplingParams(max_tokens=new, ignore_eos=True, logprobs=2), salt=salt)
+    first = None
+    held = []
+    while True:
+        news = engine.step()
+        if news and first is None:
+            first = time.perf_counter() - started
+        if news and news[-1].completion is not None:
+            break
+        held.append(engine.stats().units_held)
+    seconds = time.perf_counter() - started
+    completion = news[-1].completion
+    sample = completion.samples[0]
+    margins = [_margin(entry) for entry in sample.logprobs or []]
+    return Answer(sample.token_ids, margins, completion.cached_tokens, first or seconds, seconds, held)
+
+
+def _fork(engine: Engine, prompt: list[int], new: int, plan: LayerPlan, layout: PageLayout) -> dict[str, Any]:
+    """A session that is forked halfway through its output. Both sides share every page, and when they write on, the
+    first to write into the open page copies it, once a group of layers."""
+    from octavo.core import SamplingParams
+
+    half = new // 2
+    session = engine.session(prompt)
+    begun = session.generate(SamplingParams(max_tokens=half, ignore_eos=True, logprobs=2)).samples[0]
+    before = engine.stats()
+    started = time.perf_counter()
+    twin = session.fork()
+    fork_us = (time.perf_counter() - started) * 1e6
+    forked = engine.stats()
+    rest = SamplingParams(max_tokens=new - half, ignore_eos=True, logprobs=2)
+    ends = [side.generate(rest).samples[0] for side in (twin, session)]
+    after = engine.stats()
+    session.close()
+    twin.close()
+
+    shared, stored = len(prompt) + half - 1, len(prompt) + new - 1  # the KV of the last token is not stored
+    own = layout.first_entry(layout.pages_for(stored)) - layout.first_entry(layout.full_pages(shared))
+    return {
+        "fork_us": fork_us,
+        "fork_units": forked.units_held - before.units_held,
+        "copies": after.copies - before.copies,
+        "predicted_copies": len(plan.groups) if layout.full_pages(shared) < layout.pages_for(shared) else 0,
+        "units_held": after.units_held,
+        "predicted_units_held": held_units(plan, layout, stored - 1, stored) + own * plan.slices,
+        "sides": [
+            {
+                "tokens": begun.token_ids + end.token_ids,
+                "margins": [_margin(entry) for entry in [*(begun.logprobs or []), *(end.logprobs or [])]],
+            }
+            for end in ends
+        ],
+    }
+
+
+def _engine(config: LayerGroups, model: Any, prompt: int, grouped: bool) -> Engine:
+    """An engine with room for one request in every layer, and for a second one's own pages after a fork."""
+    from octavo.core import Engine
+
+    settings = build.engine_config(config.engine)
+    page = settings.text_page_tokens
+    pages = -(-(prompt + config.new_tokens) // page) + -(-config.new_tokens // page) + 2
+    return Engine(model, None, dataclasses.replace(settings, pool_tokens=pages * page, layer_groups=grouped))
+
+
+def _refuse(config: LayerGroups, model: Any) -> None:
+    """Raises ConfigError unless the model has windows, and room for the contexts."""
+    from octavo.core.hf_model import HFModel
+
+    spec = HFModel(model).spec
+    if not any(spec.windows):
+        raise ConfigError(
+            f"model.path={config.model.path}: none of its {spec.layers} layers has a sliding window, so no page ever "
+            "falls behind one; take model=gemma3, or another model with windows"
+        )
+    most = min(spec.max_tokens, config.engine.max_model_tokens or spec.max_tokens)
+    for context in config.contexts[: config.limit]:
+        if context > most:
+            raise ConfigError(f"contexts={context}: more than the {most} tokens that this model may have")
+
+
+def _text(tokenizer: Any, tokens: int, seed: int) -> list[int]:
+    """Tokens of the committed code items, in an order drawn by ``seed``, again and again if they are too few."""
+    from octavo.scripts.tasks.items import load_items, prompt_text
+
+    items = load_items()
+    Random(seed).shuffle(items)
+    text = "".join(map(prompt_text, items))
+    ids: list[int] = tokenizer.encode(text, verbose=False)
+    while len(ids) < tokens:
+        ids += tokenizer.encode(text, add_special_tokens=False, verbose=False)
+    return ids[:tokens]
+
+
+def _itemsize(engine: Engine) -> int:
+    from octavo.core import sizing
+
+    return sizing.kv_dtype(engine.config, engine.spec).itemsize
+
+
+def _margin(entry: dict[int, float]) -> float:
+    second, first = sorted(entry.values())[-2:]
+    return first - second
+
+
+def _bytes(sample: Sample) -> tuple[int, int]:
+    """Bytes held at the peak, and in the last step that left the request alive."""
+    return sample["units_held_peak"] * sample["unit_bytes"], sample["units_held"][-1] * sample["unit_bytes"]
+
+
+def _differing(counted: Sequence[int], predicted: Sequence[int]) -> int:
+    """Steps whose count is not as predicted; what the last step held is not seen from outside."""
+    return sum(one != other for one, other in zip(counted, predicted[:-1], strict=True))
+
+
+def _findings(found: Sequence[Row]) -> Iterator[str]:
+    """What a reader wants to know first."""
+    for row in found:
+        if row["policy"] == POLICIES["on"] and "kv_ratio" in row:
+            yield (
+                f"{row['task']}: {row['kv_ratio']:.3f}x the KV bytes at the peak, "
+                f"{row['kv_decoding_ratio']:.3f}x while decoding; {row['same_tokens']} of {row['new_tokens']} tokens "
+                f"are the same; {row['requests_fit']} requests fit where {POOL_REQUESTS} did"
+            )
+
+
+def _near_ties(found: Sequence[Row]) -> list[str]:
+    return [
+        f"{row['task']}, {row['policy']}: the first different token was chosen by {row['margin_nats']:.3f} nats."
+        for row in found
+        if row.get("margin_nats") is not None
+    ]
