@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Iterator, Sequence
 from random import Random
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from octavo.scripts import build, report
 from octavo.scripts.machine_load import watch
@@ -14,20 +13,18 @@ from octavo.scripts.progress import console, counting, waiting
 from octavo.scripts.refusal import ConfigError
 from octavo.scripts.run import Run, Sample
 from octavo.scripts.schema import LayerGroups
+from octavo.scripts.window_memory import fitting, measure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from octavo.core import Engine
-    from octavo.core.layer_groups import LayerPlan
-    from octavo.core.page_layout import PageLayout
 
 Row = dict[str, Any]
 
 POLICIES = {"on": "layer groups", "off": "one group"}
 POOL_REQUESTS = 8
 """The pool in which requests are counted holds so many of the ungrouped engine."""
-WARM_UP_TOKENS = 64
 SHOWN_RATIO = 0.25
 
 NOTES = (
@@ -38,18 +35,6 @@ NOTES = (
     "its prompt while the others decode; arithmetic on the bytes held.",
     "on a prefix hit: seconds to the first token when the prompt's pages are found.",
 )
-
-
-class Answer(NamedTuple):
-    """A request's output. ``margins`` are nats between the two most likely tokens at each position; ``units_held`` is
-    the pool's count after every step but the last, when the request has ended."""
-
-    tokens: list[int]
-    margins: list[float]
-    cached_tokens: int
-    first_seconds: float
-    seconds: float
-    units_held: list[int]
 
 
 def run(config: LayerGroups, run: Run) -> None:
@@ -83,25 +68,6 @@ def run(config: LayerGroups, run: Run) -> None:
     for line in _findings(found):
         console.print(line, style="bold", markup=False, highlight=False)
     report.publish(run, config, found, plots={"layer_groups": figure(found)}, notes=(*NOTES, *_near_ties(found)))
-
-
-def steps(prompt: int, new: int, step_tokens: int) -> list[tuple[int, int]]:
-    """The tokens (start, end) that each step of a request computes when it is alone: chunks, then one at a time."""
-    chunks = [(start, min(start + step_tokens, prompt)) for start in range(0, prompt, step_tokens)]
-    return chunks + [(at, at + 1) for at in range(prompt, prompt + new - 1)]
-
-
-def held_units(plan: LayerPlan, layout: PageLayout, start: int, end: int) -> int:
-    """Units that a sequence holds while its tokens ``start`` to ``end`` are computed: in each group of layers the pages
-    from the first token that ``start`` sees to ``end``."""
-    last = layout.first_entry(layout.pages_for(end))
-    firsts = [layout.first_entry(layout.page_of(group.first_seen(start))) for group in plan.groups]
-    return sum((last - first) * group.slices for first, group in zip(firsts, plan.groups, strict=True))
-
-
-def fitting(pool_bytes: int, peak_bytes: int, decoding_bytes: int) -> int:
-    """Requests that fit a pool, of which one holds ``peak_bytes`` and the others ``decoding_bytes``."""
-    return 0 if peak_bytes > pool_bytes else 1 + (pool_bytes - peak_bytes) // decoding_bytes
 
 
 def rows(samples: Sequence[Sample]) -> list[Row]:
@@ -180,104 +146,12 @@ def figure(found: Sequence[Row]) -> Figure:
     return drawn
 
 
-def _measure(config: LayerGroups, model: Any, prompt: list[int], grouped: bool) -> dict[str, Any]:
-    from octavo.core.layer_groups import LayerPlan
-    from octavo.core.page_layout import PageLayout
-
+def _measure(config: LayerGroups, model: Any, prompt: list[int], grouped: bool) -> Sample:
     load = watch()
     engine = _engine(config, model, len(prompt), grouped)
-    _complete(engine, prompt[: min(WARM_UP_TOKENS, len(prompt) // 2)], 2, salt="warm-up")
-    cold = _complete(engine, prompt, config.new_tokens)
-    peak = engine.stats().units_held_peak
-    hit = _complete(engine, prompt, config.new_tokens)
-
-    plan = LayerPlan.of(engine.spec.windows, grouped)
-    layout = PageLayout([], engine.config.policies, engine.config.unit_tokens)
-    planned = steps(len(prompt), config.new_tokens, engine.config.step_tokens)
-    fork = _fork(engine, prompt, config.new_tokens, plan, layout)
+    sample = measure(engine, prompt, config.new_tokens)
     engine.check()
-    token_bytes = engine.spec.kv_bytes_per_token(_itemsize(engine))
-    return {
-        "prompt_tokens": len(prompt),
-        "new_tokens": config.new_tokens,
-        "unit_bytes": engine.config.unit_tokens * token_bytes // plan.slices,
-        "table_slices": plan.slices,
-        "tokens": cold.tokens,
-        "margins": cold.margins,
-        "units_held": cold.units_held,
-        "units_held_peak": peak,
-        "predicted_units_held": [held_units(plan, layout, *step) for step in planned],
-        "prefill_seconds": cold.first_seconds,
-        "decode_seconds": cold.seconds - cold.first_seconds,
-        "hit": {
-            "cached_tokens": hit.cached_tokens,
-            "seconds": hit.first_seconds,
-            "tokens": hit.tokens,
-            "margins": hit.margins,
-        },
-        "fork": fork,
-        **dataclasses.asdict(load),
-    }
-
-
-def _complete(engine: Engine, prompt: list[int], new: int, salt: str | None = None) -> Answer:
-    """One request, alone in the engine, to its end."""
-    from octavo.core import SamplingParams
-
-    started = time.perf_counter()
-    engine.submit(prompt, SamplingParams(max_tokens=new, ignore_eos=True, logprobs=2), salt=salt)
-    first = None
-    held = []
-    while True:
-        news = engine.step()
-        if news and first is None:
-            first = time.perf_counter() - started
-        if news and news[-1].completion is not None:
-            break
-        held.append(engine.stats().units_held)
-    seconds = time.perf_counter() - started
-    completion = news[-1].completion
-    sample = completion.samples[0]
-    margins = [_margin(entry) for entry in sample.logprobs or []]
-    return Answer(sample.token_ids, margins, completion.cached_tokens, first or seconds, seconds, held)
-
-
-def _fork(engine: Engine, prompt: list[int], new: int, plan: LayerPlan, layout: PageLayout) -> dict[str, Any]:
-    """A session that is forked halfway through its output. Both sides share every page, and when they write on, the
-    first to write into the open page copies it, once a group of layers."""
-    from octavo.core import SamplingParams
-
-    half = new // 2
-    session = engine.session(prompt)
-    begun = session.generate(SamplingParams(max_tokens=half, ignore_eos=True, logprobs=2)).samples[0]
-    before = engine.stats()
-    started = time.perf_counter()
-    twin = session.fork()
-    fork_us = (time.perf_counter() - started) * 1e6
-    forked = engine.stats()
-    rest = SamplingParams(max_tokens=new - half, ignore_eos=True, logprobs=2)
-    ends = [side.generate(rest).samples[0] for side in (twin, session)]
-    after = engine.stats()
-    session.close()
-    twin.close()
-
-    shared, stored = len(prompt) + half - 1, len(prompt) + new - 1  # the KV of the last token is not stored
-    own = layout.first_entry(layout.pages_for(stored)) - layout.first_entry(layout.full_pages(shared))
-    return {
-        "fork_us": fork_us,
-        "fork_units": forked.units_held - before.units_held,
-        "copies": after.copies - before.copies,
-        "predicted_copies": len(plan.groups) if layout.full_pages(shared) < layout.pages_for(shared) else 0,
-        "units_held": after.units_held,
-        "predicted_units_held": held_units(plan, layout, stored - 1, stored) + own * plan.slices,
-        "sides": [
-            {
-                "tokens": begun.token_ids + end.token_ids,
-                "margins": [_margin(entry) for entry in [*(begun.logprobs or []), *(end.logprobs or [])]],
-            }
-            for end in ends
-        ],
-    }
+    return {**sample, **dataclasses.asdict(load)}
 
 
 def _engine(config: LayerGroups, model: Any, prompt: int, grouped: bool) -> Engine:
@@ -317,17 +191,6 @@ def _text(tokenizer: Any, tokens: int, seed: int) -> list[int]:
     while len(ids) < tokens:
         ids += tokenizer.encode(text, add_special_tokens=False, verbose=False)
     return ids[:tokens]
-
-
-def _itemsize(engine: Engine) -> int:
-    from octavo.core import sizing
-
-    return sizing.kv_dtype(engine.config, engine.spec).itemsize
-
-
-def _margin(entry: dict[int, float]) -> float:
-    second, first = sorted(entry.values())[-2:]
-    return first - second
 
 
 def _bytes(sample: Sample) -> tuple[int, int]:
