@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -43,6 +44,36 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         bos_token_id=None,
     )
     LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def windowed_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Random weights, Gemma-3 style: 5 of 6 layers have a window of 24, 1 KV head of 16; the tiny model's tokenizer."""
+    import torch
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    folder = tmp_path_factory.mktemp("windowed") / "model"
+    folder.mkdir()
+    for file in tiny_model.glob("tokenizer*"):
+        shutil.copy(file, folder)
+    torch.manual_seed(0)
+    config = Gemma3TextConfig(
+        vocab_size=257,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=6,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=1024,
+        sliding_window=24,
+        eos_token_id=0,
+        bos_token_id=None,
+        pad_token_id=None,
+        initializer_range=0.5,
+    )
+    Gemma3ForCausalLM(config).save_pretrained(folder)
     return folder
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,7 @@ from octavo.scripts.window_memory import complete, fitting, held_units, measure,
 
 from .conftest import Command, samples
 
-WINDOW = 24
-WINDOWS = [WINDOW] * 5 + [0]
+WINDOWS = [24] * 5 + [0]
 
 
 def text_layout(page_tokens: int = 4) -> PageLayout:
@@ -29,29 +27,10 @@ def text_layout(page_tokens: int = 4) -> PageLayout:
 
 
 @pytest.fixture(scope="module")
-def windowed(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Random weights, Gemma-3 style: 5 of 6 layers have a window of 24; one token a byte, fp32, 1,024 tokens."""
-    import torch
-    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
-
-    folder = tmp_path_factory.mktemp("windowed") / "model"
-    shutil.copytree(tiny_model, folder, ignore=shutil.ignore_patterns("*.safetensors", "*config.json"))
-    shutil.copy(tiny_model / "tokenizer_config.json", folder)
-    torch.manual_seed(0)
-    config = Gemma3TextConfig(
-        vocab_size=257, hidden_size=32, intermediate_size=48, num_hidden_layers=6, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=16, max_position_embeddings=1024, sliding_window=WINDOW, eos_token_id=0,
-        bos_token_id=None, pad_token_id=None, initializer_range=0.5,
-    )  # fmt: skip
-    Gemma3ForCausalLM(config).save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def model(windowed: Path) -> Any:
+def model(windowed_model: Path) -> Any:
     from transformers import Gemma3ForCausalLM
 
-    return Gemma3ForCausalLM.from_pretrained(windowed).eval()
+    return Gemma3ForCausalLM.from_pretrained(windowed_model).eval()
 
 
 class TestClosedForm:
@@ -191,8 +170,8 @@ def test_refused(more: dict[str, Any], message: str) -> None:
 class TestCommand:
     ARGUMENTS = ("experiment=layer_groups", "contexts=[200,100]", "new_tokens=8", "engine.step_tokens=32")
 
-    def test_a_run(self, octavo: Command, windowed: Path) -> None:
-        outcome = octavo(*self.ARGUMENTS, f"model.path={windowed}")
+    def test_a_run(self, octavo: Command, windowed_model: Path) -> None:
+        outcome = octavo(*self.ARGUMENTS, f"model.path={windowed_model}")
         assert outcome.code == 0, outcome.err
         found = outcome.metrics["rows"]
         assert [(row["context_tokens"], row["policy"]) for row in found] == [
@@ -209,8 +188,8 @@ class TestCommand:
         assert "x while decoding; 8 of 8 tokens" in outcome.out and "to fork" in outcome.out
         assert (outcome.folder / "plots/layer_groups.png").stat().st_size > 5000
 
-    def test_an_interrupted_run_goes_on(self, octavo: Command, windowed: Path) -> None:
-        folder = octavo(*self.ARGUMENTS, f"model.path={windowed}", "limit=1").folder
+    def test_an_interrupted_run_goes_on(self, octavo: Command, windowed_model: Path) -> None:
+        folder = octavo(*self.ARGUMENTS, f"model.path={windowed_model}", "limit=1").folder
         file = folder / "samples.jsonl"
         lines = file.read_text().splitlines(keepends=True)
         file.write_text(lines[0])
@@ -227,8 +206,10 @@ class TestCommand:
             ("engine.max_model_tokens=150", "contexts=200: more than the 150 tokens"),
         ],
     )
-    def test_a_context_that_is_too_long(self, override: str, message: str, octavo: Command, windowed: Path) -> None:
-        outcome = octavo(*self.ARGUMENTS, f"model.path={windowed}", override)
+    def test_a_context_that_is_too_long(
+        self, override: str, message: str, octavo: Command, windowed_model: Path
+    ) -> None:
+        outcome = octavo(*self.ARGUMENTS, f"model.path={windowed_model}", override)
         assert outcome.code == 1 and message in outcome.err
 
     def test_a_model_without_windows(self, octavo: Command, tiny_model: Path) -> None:

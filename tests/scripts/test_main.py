@@ -53,9 +53,14 @@ def stop() -> None:
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
-def test_limit_makes_any_experiment_a_smoke_test(name: str, octavo: Command, tiny: list[str], tiny_model: Path) -> None:
-    arguments = tiny if name == "code_completion" else [f"model.path={tiny_model}"]
-    outcome = octavo(f"experiment={name}", "limit=2", *arguments)
+def test_limit_makes_any_experiment_a_smoke_test(
+    name: str, octavo: Command, tiny: list[str], tiny_model: Path, windowed_model: Path
+) -> None:
+    arguments = {
+        "code_completion": tiny,
+        "layer_groups": [f"model.path={windowed_model}", "contexts=[80,100,120]"],
+    }
+    outcome = octavo(f"experiment={name}", "limit=2", *arguments.get(name, [f"model.path={tiny_model}"]))
     assert outcome.code == 0, outcome.err
     assert outcome.metrics["complete"] is True and outcome.metrics["rows"]
     assert outcome.folder.parent == Path.cwd() / "runs" / name
