@@ -100,6 +100,8 @@ class EngineConfig:
                 raise ValueError(f"page_policies: unknown segment kind {kind!r}; {closest(kind, ['text', 'image'])}")
             if not isinstance(policy, PagePolicy):
                 _positive_int(f"page_policies[{kind!r}]", policy)
+            elif kind == "text":
+                _pages_growing_text(policy)
         _known("allocator", self.allocator, tuple(ALLOCATORS))
         if isinstance(self.eviction, str):
             _known("eviction", self.eviction, tuple(EVICTIONS))
@@ -217,6 +219,14 @@ def _positive_int(name: str, value: Any, *, optional: bool = False) -> None:
         return
     if not _is_int(value) or value < 1:
         raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+
+
+def _pages_growing_text(policy: PagePolicy) -> None:
+    """Text is decoded token by token: its page must be known before its length is."""
+    try:
+        policy.page_tokens(None)
+    except ValueError as error:
+        raise ValueError(f"page_policies['text']={policy}: text grows while it is decoded, but {error}") from error
 
 
 def _known(field: str, value: str, built: tuple[str, ...], later: tuple[str, ...] = ()) -> None:

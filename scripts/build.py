@@ -14,10 +14,10 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, MissingConfigException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from octavo.scripts.paths import absolute
-from octavo.scripts.refusal import ConfigError, nearest
+from octavo.scripts.refusal import ConfigError, explain, nearest, one_of, unknown_key
 from octavo.scripts.schema import Config, EngineSettings, ModelSettings, SamplingSettings, SparseSettings
 
 if TYPE_CHECKING:
@@ -104,8 +104,52 @@ def engine(config: Config, model: Any, tokenizer: Any) -> Engine:
 
 def engine_config(settings: EngineSettings) -> EngineConfig:
     from octavo.core.config import EngineConfig
+    from octavo.core.policies import EVICTIONS, PAGE_POLICIES
 
-    return typing.cast("EngineConfig", _checked("engine", EngineConfig, settings))
+    pages = {
+        kind: policy(f"engine.page_policies.{kind}", given, PAGE_POLICIES)
+        for kind, given in settings.page_policies.items()
+    }
+    eviction = policy("engine.eviction", settings.eviction, EVICTIONS)
+    built = dataclasses.replace(settings, page_policies=pages, eviction=eviction)
+    return typing.cast("EngineConfig", _checked("engine", EngineConfig, built))
+
+
+def policy(key: str, given: Any, known: Mapping[str, type]) -> Any:
+    """The policy that setting ``key`` describes: its name, or ``{policy: NAME, PARAMETER: VALUE, ...}``. Anything else
+    (a number of tokens, say) is given back as it is.
+
+    Args:
+        known: name -> dataclass, whose fields are the parameters.
+
+    Raises:
+        ConfigError: an unknown name or parameter, with the nearest; a parameter that is missing, of the wrong type, or
+            that the policy refuses.
+    """
+    if isinstance(given, str):
+        given = {"policy": given}
+    if not isinstance(given, Mapping):
+        return given
+    parameters = {str(name): value for name, value in given.items()}
+    if "policy" not in parameters:
+        raise ConfigError(f"{key}={given}: no `policy` says which one; one of: {', '.join(known)}")
+    name = str(parameters.pop("policy"))
+    one_of(f"{key}.policy", name, tuple(known))
+    fields = dataclasses.fields(known[name])
+    strange = [parameter for parameter in parameters if parameter not in [field.name for field in fields]]
+    if strange:
+        raise unknown_key(f"{key}.{strange[0]}", known[name], known[name], {})
+    for field in fields:
+        if field.name not in parameters and field.default is dataclasses.MISSING:
+            raise ConfigError(f"{key}.{field.name} has no value; the policy {name!r} needs one")
+    typed = OmegaConf.structured(known[name])
+    OmegaConf.set_readonly(typed, False)  # policies are frozen
+    try:
+        return OmegaConf.to_object(OmegaConf.merge(typed, parameters))
+    except ValidationError as error:
+        raise ConfigError(f"{key}.{explain(error, known[name], {})}") from error
+    except ValueError as error:
+        raise ConfigError(f"{key}: {error}") from error
 
 
 def sampling_params(settings: SamplingSettings) -> SamplingParams:

@@ -32,6 +32,21 @@ def at_least(key: str, value: float | None, low: int) -> None:
         raise ConfigError(f"{key}={value}: must be at least {low}")
 
 
+def each_at_least(key: str, values: Iterable[int], low: int) -> None:
+    """Raises ConfigError unless all ``values`` of a list are at least ``low``."""
+    for value in values:
+        at_least(key, value, low)
+
+
+def each_once(key: str, values: Sequence[Any], allowed: Sequence[str] | None = None) -> None:
+    """Raises ConfigError if a list names something twice, or something that is not ``allowed``."""
+    for value in values:
+        if allowed is not None:
+            one_of(key, value, allowed)
+        if values.count(value) > 1:
+            raise ConfigError(f"{key} lists {value!r} twice")
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """``"did you mean 'x'? "``, or nothing if no known name is close."""
     near = get_close_matches(name, list(known), n=1)

@@ -24,6 +24,14 @@ if TYPE_CHECKING:
 Row = Mapping[str, Any]
 
 HEADINGS = {
+    "value": "value",
+    "weights": "weights",
+    "samples": "samples",
+    "pages_held_peak": "pages held",
+    "predicted_pages": "predicted",
+    "copies": "copies",
+    "predicted_copies": "predicted",
+    "extra_percent": "% over one sample",
     "exact_match": "exact match",
     "edit_similarity": "edit similarity",
     "edit_similarity_vs_dense": "vs dense",
@@ -58,8 +66,21 @@ HEADINGS = {
     "device_bytes_peak": "device peak",
     "seconds": "seconds",
     "tokens_per_s": "tokens/s",
+    "tokens_per_s_ratio": "x default",
     "host_ms_per_step": "host ms a step",
     "step_p99_ms": "p99 step ms",
+    "step_p99_ratio": "x default",
+    "slots_held_peak": "slots held",
+    "slots_held_ratio": "x default",
+    "hit_percent": "hits %",
+    "operations_per_s": "pages/s",
+    "p99_us": "p99 µs",
+    "vllm_ratio": "x vLLM",
+    "linear_ratio": "x linear",
+    "split_pages_percent": "split pages %",
+    "split_calls_percent": "split calls %",
+    "run_units_mean": "units a run",
+    "external_waste_percent": "external waste %",
     "octavo_ratio": "octavo is x times as fast",
     "percent_of_floor": "% of floor",
     "identical": "identical",
@@ -86,7 +107,7 @@ HEADINGS = {
 }
 """The columns that a reader looks at first, and what they are called there; all others keep their key."""
 
-LABELS = ("name", "method", "task", "policy")
+LABELS = ("name", "method", "task", "policy", "knob")
 
 STYLE = """
 :root { color-scheme: light dark }
@@ -210,8 +231,8 @@ def format_value(key: str, value: Any) -> str:
     if "bytes" in key:
         return format_bytes(value)
     sign = "+" if key.endswith("_vs_dense") else ""
-    if isinstance(value, int):
-        return f"{value:{sign},}"
+    if isinstance(value, int) or abs(value) >= 10_000:
+        return f"{round(value):{sign},}"
     return (
         f"{value:{sign}.1f}"
         if abs(value) >= 10 or key.startswith(("exact", "edit", "accuracy"))

@@ -1,11 +1,176 @@
-"""Keys of the experiments on memory. Import them from ``octavo.scripts.schema``, whose ``Config`` they extend."""
+"""Types of the experiments on memory."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from octavo.scripts.refusal import ConfigError, at_least, one_of
-from octavo.scripts.schema import Config, EngineSettings
+from octavo.scripts.refusal import ConfigError, at_least, each_at_least, each_once, one_of
+from octavo.scripts.schema_groups import Config, EngineSettings
+
+ALLOCATOR_NAMES = ("stack", "first_fit", "next_fit", "best_fit", "buddy", "linear")
+MIX_NAMES = ("1", "1:1.5", "1:4")
+KNOB_NAMES = ("page_tokens", "max_seqs", "pool_percent", "max_model_tokens", "step_tokens")
+
+
+@dataclass
+class Allocators(Config):
+    """allocators: of ``octavo.core.policies.allocators``. rivals: who else serves pages of one size. mixes: page sizes
+    in one pool, of ``octavo.scripts.allocator_traffic``. fills: percent of the pool that is held at the peak.
+    sequences: how many grow at a time. steps: of one token each. repeats: rounds in which all take turns."""
+
+    allocators: list[str] = field(default_factory=lambda: list(ALLOCATOR_NAMES))
+    rivals: list[str] = field(default_factory=lambda: ["vllm"])
+    mixes: list[str] = field(default_factory=lambda: list(MIX_NAMES))
+    fills: list[int] = field(default_factory=lambda: [50, 70, 80, 90, 95, 98])
+    sequences: int = 1000
+    steps: int = 2048
+    repeats: int = 3
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        each_once("allocators", self.allocators, ALLOCATOR_NAMES)
+        each_once("rivals", self.rivals, ("vllm",))
+        each_once("mixes", self.mixes, MIX_NAMES)
+        each_once("fills", self.fills)
+        if not self.allocators:
+            raise ConfigError("allocators is empty; give at least one, for instance allocators=[stack]")
+        for fill in self.fills:
+            if not 1 <= fill <= 100:
+                raise ConfigError(f"fills={fill}: must be a percentage from 1 to 100")
+        for key in ("sequences", "steps", "repeats"):
+            at_least(key, getattr(self, key), 1)
+        if self.sequences > 2048:
+            raise ConfigError(
+                f"sequences={self.sequences}: at most 2048, as a pool of 65536 pages must hold 32 of each"
+            )
+
+
+@dataclass
+class Elastic(Config):
+    """pool_mib: the pool at its largest. chunk_mib: growth steps to compare. base_share: of the pool, there from the
+    start. repeats: rounds in which all pools take turns."""
+
+    pool_mib: int = 1024
+    chunk_mib: list[int] = field(default_factory=lambda: [16, 64, 256])
+    base_share: float = 0.6
+    repeats: int = 3
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least("pool_mib", self.pool_mib, 1)
+        at_least("repeats", self.repeats, 1)
+        if not 0.0 < self.base_share <= 1.0:
+            raise ConfigError(f"base_share={self.base_share}: must be more than 0 and at most 1")
+        if not self.chunk_mib:
+            raise ConfigError("chunk_mib is empty; give at least one growth step, for instance chunk_mib=[64]")
+        each_at_least("chunk_mib", self.chunk_mib, 1)
+        each_once("chunk_mib", self.chunk_mib)
+        for size in self.chunk_mib:
+            if size > self.pool_mib:
+                raise ConfigError(f"chunk_mib={size}: a growth step larger than the pool, pool_mib={self.pool_mib}")
+
+
+@dataclass
+class PageSize(Config):
+    """page_sizes: text pages to sweep. largest_page: no rule's page is larger. requests: how many of the workload to
+    serve at once. repeats: rounds in which all sizes take turns, one with a limit. Offline: text_tokens is the mean
+    length of texts, images are tokens of an image, sequences is the number of prompts of each kind."""
+
+    page_sizes: list[int] = field(default_factory=lambda: [8, 16, 24, 32, 48, 64, 128])
+    largest_page: int = 256
+    requests: int = 12
+    repeats: int = 3
+    text_tokens: int = 400
+    images: list[int] = field(default_factory=lambda: [64, 144, 576])
+    sequences: int = 200
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for key in ("requests", "repeats", "text_tokens", "sequences"):
+            at_least(key, getattr(self, key), 1)
+        at_least("largest_page", self.largest_page, 8)
+        for key in ("page_sizes", "images"):
+            each_at_least(key, getattr(self, key), 1)
+            each_once(key, getattr(self, key))
+        if len(self.page_sizes) < 2:
+            raise ConfigError(
+                f"page_sizes={self.page_sizes}: what a page costs is a slope over at least two sizes; "
+                "give more, for instance page_sizes=[16,64]"
+            )
+        _not_to_be_set(
+            self.engine,
+            ("page_tokens", "page_policies", "pool_tokens"),
+            "this experiment sets pages and pool itself, as in page_sizes=[16,32]",
+        )
+
+
+@dataclass
+class Sharing(Config):
+    """samples: of one prompt, drawn with temperature 1 and top_p. prompt_tokens, new_tokens: its length, and that of
+    every sample; a tiny model with random weights serves all of these. model_samples, model_prompt_tokens,
+    model_new_tokens: the same for ``model``. surface_tokens: the longest prompt of the plotted closed form."""
+
+    samples: list[int] = field(default_factory=lambda: [1, 2, 5, 10, 20, 50, 100])
+    prompt_tokens: list[int] = field(default_factory=lambda: [512, 1000, 2048, 4100, 8192, 16384, 32768])
+    new_tokens: list[int] = field(default_factory=lambda: [16, 64, 256])
+    model_samples: list[int] = field(default_factory=lambda: [1, 10, 100])
+    model_prompt_tokens: list[int] = field(default_factory=lambda: [512, 1000])
+    model_new_tokens: list[int] = field(default_factory=lambda: [16, 64])
+    top_p: float = 0.9
+    surface_tokens: int = 262144
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for key in ("samples", "prompt_tokens", "new_tokens"):
+            for name in (key, f"model_{key}"):
+                each_at_least(name, getattr(self, name), 1)
+                each_once(name, getattr(self, name))
+            if not getattr(self, key):
+                raise ConfigError(f"{key} is empty; give at least one, for instance {key}=[16]")
+        if not 0.0 < self.top_p <= 1.0:
+            raise ConfigError(f"top_p={self.top_p}: must be more than 0 and at most 1")
+        at_least("surface_tokens", self.surface_tokens, max(self.prompt_tokens))
+        for key in ("max_seqs", "step_tokens"):
+            most, limit = max([*self.samples, *self.model_samples]), getattr(self.engine, key)
+            if most > limit:
+                raise ConfigError(f"samples={most}: more than decode in one step, engine.{key}={limit}; raise it")
+        _not_to_be_set(self.engine, ("pool_tokens", "max_model_tokens"), "this experiment sets it itself")
+
+
+@dataclass
+class Knobs(Config):
+    """page_tokens, max_seqs, step_tokens, max_model_tokens: values of these keys of ``engine``, each tried while
+    everything else stays as it is. pool_percent: the same for the pool, in percent of the slots that all requests take
+    at once; default_pool_percent while others are tried. requests: of the workload. repeats: rounds in which all
+    settings take turns, one with a limit."""
+
+    page_tokens: list[int] = field(default_factory=lambda: [32, 64])
+    max_seqs: list[int] = field(default_factory=lambda: [4, 8])
+    pool_percent: list[int] = field(default_factory=lambda: [50, 85, 95])
+    max_model_tokens: list[int] = field(default_factory=lambda: [2048])
+    step_tokens: list[int] = field(default_factory=lambda: [256, 1024])
+    default_pool_percent: int = 90
+    requests: int = 16
+    repeats: int = 3
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for key in KNOB_NAMES:
+            each_at_least(key, getattr(self, key), 1)
+            each_once(key, getattr(self, key))
+        for key in ("default_pool_percent", "requests", "repeats"):
+            at_least(key, getattr(self, key), 1)
+        _not_to_be_set(self.engine, ("pool_tokens",), "this experiment sets it itself, as in pool_percent=[50,90]")
+        _not_to_be_set(self.engine, ("page_policies",), "this experiment tries page_tokens=[16,32]")
+
+
+def _not_to_be_set(engine: EngineSettings, keys: Sequence[str], why: str) -> None:
+    """Refuse settings of the engine that an experiment makes itself."""
+    for key in keys:
+        if getattr(engine, key) != getattr(EngineSettings(), key):
+            raise ConfigError(f"engine.{key}={getattr(engine, key)}: {why}")
+
 
 TRACES = ("main_job", "chat", "poisson", "bursty")
 EVICTIONS = ("lru", "lru_k", "fifo", "lfu", "priority", "cost", "belady")
@@ -94,7 +259,7 @@ class LayerGroups(Config):
                 raise ConfigError(f"contexts={context}: must be more than twice new_tokens={self.new_tokens}")
             if self.contexts.count(context) > 1:
                 raise ConfigError(f"contexts lists {context} twice")
-        for key in ("pool_tokens", "prefix_cache"):
+        for key in ("pool_tokens", "prefix_cache", "layer_groups"):
             if getattr(self.engine, key) != getattr(EngineSettings(), key):
                 raise ConfigError(
                     f"engine.{key}={getattr(self.engine, key)}: this experiment sizes its pools, and needs the prefix "

@@ -9,6 +9,7 @@ import torch
 
 from octavo.core import BatchError, Engine, EngineConfig, SamplingParams
 from octavo.core.policies import EVICTIONS, FixedPages
+from octavo.core.policies.page_divisors import WholePages
 
 NAN = float("nan")
 
@@ -56,6 +57,7 @@ class TestEngineConfig:
             ({"seed": 0.5}, r"seed must be an integer, got 0.5"),
             ({"page_policies": {"audio": 8}}, r"unknown segment kind 'audio'"),
             ({"page_policies": {"image": 0}}, r"page_policies\['image'\] .* got 0"),
+            ({"page_policies": {"text": WholePages()}}, r"'text'\]=WholePages\(grain=8\): text grows while it is"),
             ({"page_tokens": 8, "page_policies": {"text": 16}}, r"page_tokens=8 and page_policies"),
         ],
         ids=lambda value: "-".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else "",

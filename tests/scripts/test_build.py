@@ -1,16 +1,23 @@
-"""Methods from YAML: by name, by path, from a folder of one's own, changed, and refused."""
+"""Policies by name and parameters. Methods from YAML: by name, by path, from one's own folder, changed, and refused."""
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 from hydra.core.global_hydra import GlobalHydra
+from omegaconf import OmegaConf
 
-from octavo.scripts.build import load_model, method, methods
+from octavo.core.policies import EVICTIONS, PAGE_POLICIES, FixedPages
+from octavo.core.policies.lru_k import LruK
+from octavo.core.policies.page_divisors import DivisorPages, WholePages
+from octavo.core.policies.page_size import RatioPages
+from octavo.core.policies.page_sqrt import SqrtPages
+from octavo.scripts.build import engine_config, load_model, method, methods, policy
 from octavo.scripts.refusal import ConfigError
-from octavo.scripts.schema import ModelSettings, SparseSettings
+from octavo.scripts.schema import EngineSettings, ModelSettings, SparseSettings
 
 from .conftest import Command, samples
 
@@ -105,6 +112,69 @@ def test_two_methods_of_one_name_are_refused(tmp_path: Path) -> None:
     (tmp_path / "other.yaml").write_text("defaults:\n  - /sparse@_global_: random\n  - _self_\n")
     with pytest.raises(ConfigError, match="is named 'random', like another"):
         methods(SparseSettings(methods=["random", str(tmp_path / "other.yaml")]))
+
+
+class TestPolicies:
+    @pytest.mark.parametrize("name", EVICTIONS)
+    def test_every_eviction_policy_goes_by_name(self, name: str) -> None:
+        made = engine_config(EngineSettings(eviction=name)).eviction_policy
+        assert type(made) is EVICTIONS[name] and made == EVICTIONS[name]()
+
+    def test_parameters(self) -> None:
+        config = engine_config(
+            EngineSettings(
+                eviction={"policy": "lru_k", "k": 3},
+                page_policies={"text": {"policy": "sqrt", "overhead_tokens": 2, "mean_tokens": 400}, "image": "whole"},
+            )
+        )
+        assert config.eviction == LruK(3)
+        assert config.policies == {"text": SqrtPages(2.0, 400.0), "image": WholePages()}
+
+    @pytest.mark.parametrize(
+        ("given", "made"),
+        [
+            (24, 24),
+            ("divisor", DivisorPages()),
+            ({"policy": "ratio", "ratio": 2}, RatioPages(2.0)),
+            ({"policy": "fixed", "tokens": 24}, FixedPages(24)),
+        ],
+    )
+    def test_a_page_policy(self, given: object, made: object) -> None:
+        assert policy("key", given, PAGE_POLICIES) == made
+
+    @pytest.mark.parametrize(
+        ("given", "message"),
+        [
+            ("ratoi", "key.policy=ratoi: unknown; did you mean 'ratio'? one of: fixed, ratio"),
+            ({"policy": "ratoi"}, "did you mean 'ratio'?"),
+            ({"ratio": 1.5}, "key={'ratio': 1.5}: no `policy` says which one; one of: fixed, ratio"),
+            (
+                {"policy": "ratio", "ration": 2},
+                "unknown key 'key.ration'; did you mean 'key.ratio'? keys of key: ratio, of",
+            ),
+            ("fixed", "key.tokens has no value; the policy 'fixed' needs one"),
+            ({"policy": "fixed", "tokens": "many"}, "key.tokens: Value 'many' of type 'str' could not be converted"),
+            ({"policy": "fixed", "tokens": 2.5}, "allowed: a whole number"),
+            ({"policy": "divisor", "cap": 4}, "key: DivisorPages: cap=4 is below grain=8"),
+        ],
+    )
+    def test_refused(self, given: object, message: str) -> None:
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            policy("key", given, PAGE_POLICIES)
+
+    def test_from_the_command_line(self, octavo: Command, tiny_model: Path) -> None:
+        arguments = [
+            "experiment=generate", f"model.path={tiny_model}", "sampling.max_tokens=2", "prompts=[hi]",
+            "engine.eviction={policy: lru_k, k: 3}", "engine.page_policies={image: {policy: ratio, ratio: 1.5}}",
+        ]  # fmt: skip
+        outcome = octavo(*arguments)
+        assert outcome.code == 0, outcome.err
+        again = octavo("--config-path", str(outcome.folder), "--config-name", "config", "tracking.mode=off")
+        assert again.code == 0, again.err
+        for folder in (outcome.folder, again.folder):
+            saved = OmegaConf.load(folder / "config.yaml").engine
+            assert saved.eviction == {"policy": "lru_k", "k": 3}
+            assert saved.page_policies == {"image": {"policy": "ratio", "ratio": 1.5}}
 
 
 @pytest.mark.parametrize("way", ["--config-dir", "hydra.searchpath"])

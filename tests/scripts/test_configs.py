@@ -48,6 +48,13 @@ def test_the_main_job_is_the_default() -> None:
     assert composed().experiment == "code_completion"
 
 
+@pytest.mark.parametrize("given", ["lfu", {"policy": "lru_k", "k": 3}], ids=["name", "parameters"])
+def test_a_policy_may_have_parameters(given: object) -> None:
+    config = composed(f"engine.eviction={str(given).replace(chr(39), '')}", "engine.page_policies.image=whole")
+    assert config.engine.eviction == given
+    assert config.engine.page_policies == {"image": "whole"}
+
+
 @pytest.mark.parametrize("file", sorted((CONFIGS / "task").glob("*.yaml")), ids=lambda file: file.stem)
 def test_every_task_composes(file: Path) -> None:
     config = composed(f"task={file.stem}", "task.path=some.jsonl")

@@ -43,6 +43,17 @@ CASES = {
     "page size 0": ("engine.page_tokens=0", "engine.page_tokens must be an integer of at least 1, got 0"),
     "page size -4": ("engine.page_tokens=-4", "engine.page_tokens must be an integer of at least 1, got -4"),
     "unknown allocator": ("engine.allocator=stak", "engine.allocator='stak' is unknown; did you mean 'stack'?"),
+    "unknown eviction": ("engine.eviction=lru_q", "engine.eviction.policy=lru_q: unknown; did you mean 'lru_k'?"),
+    "unknown parameter of a policy": (
+        "engine.eviction={policy: lru_k, kk: 3}",
+        "unknown key 'engine.eviction.kk'; did you mean 'engine.eviction.k'?",
+    ),
+    "no eviction": ("engine.eviction=null", "engine.eviction must be a name or an EvictionPolicy, got None"),
+    "unknown page policy": ("engine.page_policies={image: hole}", "did you mean 'whole'? one of: fixed, ratio"),
+    "page of growing text": (
+        "engine.page_policies.text=whole",
+        "engine.page_policies['text']=WholePages(grain=8): text grows while it is decoded, but WholePages needs",
+    ),
     "unknown element type": ("model.dtype=fp23", "model.dtype=fp23: unknown; did you mean 'fp32'? one of: auto, fp32"),
     "temperature": ("experiment=generate sampling.temperature=-1", "sampling.temperature must be"),
     "limit": ("limit=0", "limit=0: must be at least 1"),

@@ -81,6 +81,8 @@ def test_a_likelihood_of_zero_is_an_infinite_perplexity() -> None:
         ("edit_similarity_vs_dense", 0.5, "+0.5"),
         ("perplexity", 3.14159, "3.14"),
         ("units_held_peak", 12345, "12,345"),
+        ("operations_per_s", 8_712_345.6, "8,712,346"),
+        ("tokens_per_s", 9876.54, "9876.5"),
         ("seconds", None, "-"),
         ("perplexity", math.inf, "inf"),
         ("method", "quest", "quest"),

@@ -1,0 +1,148 @@
+"""The groups of settings that experiments share, and the base of every experiment's own type."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import MISSING
+
+from octavo.scripts.refusal import ConfigError, at_least, one_of
+
+DTYPES = ("auto", "fp32", "fp16", "bf16")
+TRACKING_MODES = ("offline", "online", "off")
+
+
+@dataclass
+class ModelSettings:
+    """path: a local folder or a hub id. dtype: "auto" is the checkpoint's own, fp32 on a CPU without bf16 arithmetic.
+    device: "auto" is CUDA where there is one, else "cpu", "cuda", "cuda:1", ..."""
+
+    path: str = MISSING
+    dtype: str = "auto"
+    device: str = "auto"
+
+    def __post_init__(self) -> None:
+        one_of("model.dtype", self.dtype, DTYPES)
+
+
+@dataclass
+class EngineSettings:
+    """The fields of ``octavo.core.EngineConfig``, which documents and checks them.
+
+    A page policy and ``eviction`` go by name, or by name and parameters: ``{policy: lru_k, k: 3}``; a page policy may
+    be a number too. ``octavo.scripts.build.policy`` builds them.
+    """
+
+    page_tokens: int = 16
+    page_policies: dict[str, Any] = field(default_factory=dict)
+    pool_tokens: int | None = None
+    memory_fraction: float = 0.9
+    base_share: float = 1.0
+    growth_tokens: int | None = None
+    max_seqs: int = 256
+    step_tokens: int = 8192
+    max_model_tokens: int | None = None
+    prefix_cache: bool = True
+    layer_groups: bool = True
+    allocator: str = "stack"
+    eviction: Any = "lru"
+    host_tokens: int = 0
+    kv_dtype: str = "auto"
+    backend: str = "auto"
+    execution: str = "auto"
+    seed: int = 0
+
+
+@dataclass
+class SamplingSettings:
+    """The fields of ``octavo.core.SamplingParams``, which documents and checks them."""
+
+    n: int = 1
+    max_tokens: int = 16
+    min_tokens: int = 0
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: list[str] = field(default_factory=list)
+    stop_token_ids: list[int] = field(default_factory=list)
+    ignore_eos: bool = False
+    include_stop: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+
+@dataclass
+class SparseSettings:
+    """methods: names of ``configs/sparse/``, of a folder on ``hydra.searchpath``, or paths of YAML files.
+    budget_tokens: what each of them may read of a sequence. overrides: by method, changes to its YAML."""
+
+    methods: list[str] = field(default_factory=lambda: ["dense"])
+    budget_tokens: int = 1024
+    overrides: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        at_least("sparse.budget_tokens", self.budget_tokens, 1)
+        if not self.methods:
+            raise ConfigError("sparse.methods is empty; give at least one, for instance sparse.methods=[dense]")
+        twice = sorted({name for name in self.methods if self.methods.count(name) > 1})
+        if twice:
+            raise ConfigError(f"sparse.methods lists {twice[0]!r} twice; each method runs once")
+        strange = sorted(set(self.overrides) - set(self.methods))
+        if strange:
+            one_of("a key of sparse.overrides", strange[0], tuple(self.methods))
+
+
+@dataclass
+class TaskSettings:
+    """name: "code_lines" or a benchmark of ``octavo.scripts.tasks.loaders``. path: its file; null is the item list that
+    comes with octavo. max_prompt_tokens: null is what the model's window leaves."""
+
+    name: str = "code_lines"
+    path: str | None = None
+    max_prompt_tokens: int | None = None
+    max_new_tokens: int = 32
+
+    def __post_init__(self) -> None:
+        if self.name != "code_lines" and self.path is None:
+            raise ConfigError(f"task.path has no value; {self.name} is read from a file: task.path=FILE")
+        at_least("task.max_prompt_tokens", self.max_prompt_tokens, 1)
+        at_least("task.max_new_tokens", self.max_new_tokens, 1)
+
+
+@dataclass
+class TrackingSettings:
+    """mode: "offline" writes W&B files and sends nothing, "online" sends the run and its items' text, "off" does
+    without wandb. group: null is the experiment's name."""
+
+    mode: str = "offline"
+    project: str = "octavo"
+    entity: str | None = None
+    group: str | None = None
+
+    def __post_init__(self) -> None:
+        one_of("tracking.mode", self.mode, TRACKING_MODES)
+
+
+@dataclass
+class Config:
+    """What every experiment has.
+
+    experiment: the function that runs. limit: work on the first so many items only. resume: go on in this run folder.
+    seed: of resampling and of methods that draw; the engine has its own.
+    """
+
+    experiment: str = MISSING
+    limit: int | None = None
+    resume: str | None = None
+    seed: int = 0
+    model: ModelSettings = field(default_factory=ModelSettings)
+    engine: EngineSettings = field(default_factory=EngineSettings)
+    tracking: TrackingSettings = field(default_factory=TrackingSettings)
+
+    def __post_init__(self) -> None:
+        at_least("limit", self.limit, 1)
+        at_least("seed", self.seed, 0)
