@@ -12,7 +12,7 @@ import pytest
 
 from octavo.core.policies.allocators import ALLOCATORS
 from octavo.scripts import allocator_traffic as traffic
-from octavo.scripts import schema
+from octavo.scripts import schema_memory
 from octavo.scripts.allocator_traffic import MIXES, Octavo, Waste
 from octavo.scripts.experiments.allocators import POOL_PAGES, Task, rows
 
@@ -20,7 +20,7 @@ from .conftest import Command, samples
 
 
 def test_the_names_are_those_of_the_registries() -> None:
-    assert tuple(ALLOCATORS) == schema.ALLOCATOR_NAMES and tuple(MIXES) == schema.MIX_NAMES
+    assert tuple(ALLOCATORS) == schema_memory.ALLOCATOR_NAMES and tuple(MIXES) == schema_memory.MIX_NAMES
 
 
 class TestTraffic:
@@ -201,6 +201,8 @@ class TestCommand:
         assert all(row["operations_per_s"] > 0 and row["rounds"] == 2 for row in found)
         assert all(row["internal_waste_units"] == 0 and row["run_units_mean"] >= 1 for row in found[6:])
         assert "growth: stack is" in outcome.out and "x as fast as vLLM's BlockPool" in outcome.out
+        headings = ("pages/s", "p99 µs", "x vLLM", "split pages %", "split calls %", "units a run", "external waste %")
+        assert all(heading in outcome.out for heading in headings)
         assert {file.name for file in (outcome.folder / "plots").iterdir()} == {"speed.png", "layout.png"}
 
     def test_an_interrupted_run_goes_on(self, octavo: Command) -> None:
