@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.core.interfaces import LayerTraits, SparseMethod
-from octavo.core.layer_groups import LayerPlan
+from octavo.core.memory.layer_groups import LayerPlan
 from octavo.core.page_view import StepPages
 from octavo.kernels import ops
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from octavo.core.interfaces import Digest, ModelSpec
-from octavo.core.layer_groups import LayerGroup
-from octavo.core.page_pool import PagePool, Pages
+from octavo.core.memory.layer_groups import LayerGroup
+from octavo.core.memory.page_pool import PagePool, Pages
 
 PAGES_AT_ONCE = 64
 

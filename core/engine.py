@@ -14,21 +14,23 @@ from torch import nn
 
 from octavo.core import sizing
 from octavo.core.batch import Row, StepRunner
-from octavo.core.block_table import check_tables
 from octavo.core.config import EngineConfig, SamplingParams
 from octavo.core.detokenizer import Detokenizer
 from octavo.core.errors import BatchError
 from octavo.core.hf_model import HFModel, load
 from octavo.core.inspection import capacity_report
+from octavo.core.inspection.counters import engine_stats
+from octavo.core.inspection.invariants import check_engine
+from octavo.core.inspection.trace_recorder import TraceRecorder
 from octavo.core.interfaces import ModelSpec, SegmentEncoder, SparseMethod
-from octavo.core.layer_groups import LayerPlan
+from octavo.core.memory.layer_groups import LayerPlan
+from octavo.core.memory.page_layout import PageLayout
+from octavo.core.memory.page_pool import PagePool, Units
+from octavo.core.memory.prefix_cache import Node, PrefixCache, root_key
 from octavo.core.memory.transfer_costs import PageCosts
 from octavo.core.memory.virtual_memory import DriverError
-from octavo.core.outputs import Completion, EngineStats, Sample, StepOutput
-from octavo.core.page_layout import PageLayout
-from octavo.core.page_pool import PagePool, Units
+from octavo.core.outputs import Completion, EngineStats, StepOutput
 from octavo.core.policies import ALLOCATORS
-from octavo.core.prefix_cache import Node, PrefixCache, root_key
 from octavo.core.prompts import Prompt, PromptReader
 from octavo.core.sampler import sample, token_logprobs
 from octavo.core.scheduler import Scheduler, StepPlan
@@ -36,7 +38,6 @@ from octavo.core.sequence import Request
 from octavo.core.sequence import Sequence as TokenSequence
 from octavo.core.session import Session
 from octavo.core.token_list import TokenList
-from octavo.core.trace_recorder import TraceRecorder
 
 if TYPE_CHECKING:
     from octavo.core.inspection.page_watch import PageWatch
@@ -144,7 +145,7 @@ class Engine:
 
     @property
     def recorder(self) -> TraceRecorder | None:
-        """Takes down the page traffic, if there is one (``octavo.core.trace``).
+        """Takes down the page traffic, if there is one (``octavo.core.inspection.trace``).
 
         Raises:
             ValueError: on being set while sequences hold pages, which it would not know.
@@ -349,35 +350,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Counters and the state of the pool now."""
-        pool, scheduler = self._pool, self._scheduler
-        page_units = self.config.text_page_tokens // self.config.unit_tokens * self._plan.slices
-        cuda = self._model.device.type == "cuda"
-        return EngineStats(
-            units_total=pool.total_units,
-            units_free=pool.free_units,
-            units_cached=pool.cached_units,
-            units_held=pool.held_units,
-            units_held_peak=pool.held_peak,
-            pages_total=pool.total_units // page_units,
-            pages_free=pool.free_units // page_units,
-            pages_cached=pool.cached_units // page_units,
-            pages_held=pool.held_units // page_units,
-            host_units_total=self._host.units_total if self._host else 0,
-            host_units_free=self._host.units_free if self._host else 0,
-            host_units_held=self._host.units_held if self._host else 0,
-            hit_tokens=scheduler.hit_tokens,
-            query_tokens=scheduler.query_tokens,
-            evictions=pool.evictions,
-            preemptions=scheduler.preemptions,
-            copies=self._runner.copies,
-            steps=self._steps,
-            running=len(scheduler.running),
-            waiting=len(scheduler.waiting),
-            running_peak=scheduler.running_peak,
-            device_bytes_peak=torch.cuda.max_memory_allocated(self._model.device)
-            if cuda
-            else pool.held_peak * self._runner.kv[0].nbytes + self._runner.digest_bytes,
-        )
+        return engine_stats(self)
 
     def shrink(self) -> int:
         """Give memory of an elastic pool back to the system, as far as whole growth steps at its end are free; says how
@@ -401,27 +374,7 @@ class Engine:
         Raises:
             AssertionError: naming the first invariant that is broken.
         """
-        self._pool.check()
-        if self._host is not None:
-            self._host.check()
-        self._scheduler.check()
-        holders = [*self._scheduler.running, *self._scheduler.parked]
-        check_tables((table for sequence in holders for table in sequence.tables), self._pool)
-        live = {s for request in self._requests.values() for s in request.sequences if s.finish_reason is None}
-        queued = {*self._scheduler.waiting, *self._scheduler.running}
-        if live != queued:
-            raise AssertionError(f"{len(live)} sequences are live, {len(queued)} are queued")
-        for sequence in holders:
-            full = sequence.layout.full_pages(sequence.computed)
-            if any(page in self._pool.index for table in sequence.tables for page in table.pages(full).tolist()):
-                raise AssertionError(f"{sequence.request.request_id!r} is about to write to a findable page")
-            for table in sequence.tables:
-                pages = table.pages(0, len(sequence.nodes)).tolist()
-                for page, node in zip(pages, sequence.nodes, strict=True):
-                    if page in self._pool.index and self._pool.index.node(page) is not node:
-                        raise AssertionError(
-                            f"page {page} of {sequence.request.request_id!r} is indexed for another prefix"
-                        )
+        check_engine(self)
 
     def _validate(self, method: SparseMethod) -> None:
         if not callable(getattr(method, "select", None)):
@@ -610,7 +563,7 @@ class Engine:
         output = StepOutput(request.request_id, sequence.sample, [], text, reason)
         if request.finished:
             del self._requests[request.request_id]
-            output.completion = _completion(request)
+            output.completion = request.completion()
         if request.keep is not None:
             request.keep(sequence)
         return output
@@ -622,29 +575,3 @@ class Engine:
             f"parked; {self._pool.available} of {self._pool.most_units} units available, "
             f"{self._pool.pinned_units} pinned"
         )
-
-
-def _completion(request: Request) -> Completion:
-    first = request.sequences[0]
-    prompt_logprobs = None
-    if request.params.prompt_logprobs is not None:
-        prompt_logprobs = [first.known_logprobs.get(at) for at in range(len(request.prompt))]
-    return Completion(
-        request_id=request.request_id,
-        prompt_token_ids=request.prompt,
-        samples=[_sample(sequence) for sequence in request.sequences],
-        cached_tokens=request.cached_tokens or 0,
-        prompt_logprobs=prompt_logprobs,
-    )
-
-
-def _sample(sequence: TokenSequence) -> Sample:
-    return Sample(
-        token_ids=sequence.tokens[len(sequence.request.prompt) :],
-        text=sequence.detokenizer.text if sequence.detokenizer is not None else "",
-        finish_reason=sequence.finish_reason or "",
-        logprobs=sequence.sample_logprobs if sequence.request.params.logprobs is not None else None,
-        decode_steps=sequence.decode_steps,
-        kv_bytes_read=sequence.kv_bytes_read,
-        digest_bytes_read=sequence.digest_bytes_read,
-    )

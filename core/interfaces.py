@@ -96,7 +96,7 @@ class PageFacts:
 
 class EvictionPolicy(Protocol):
     """Says which idle page is worth least. Chains are not its concern: of the pages that nothing findable depends on,
-    the one of lowest rank goes first (``octavo.core.eviction``)."""
+    the one of lowest rank goes first (``octavo.core.memory.eviction``)."""
 
     @property
     def history(self) -> int:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from octavo.core.interfaces import LayerTraits, Selection
-from octavo.core.layer_groups import LayerPlan
+from octavo.core.memory.layer_groups import LayerPlan
 from octavo.kernels import ops
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from octavo.core.page_layout import TEXT, Segment
+from octavo.core.memory.page_layout import TEXT, Segment
 
 Prompt = str | Sequence[Any]
 """A string, a list of token ids, or a list of strings, which are joined, and token segments."""

@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from octavo.core.block_table import BlockTable
 from octavo.core.config import EngineConfig
-from octavo.core.layer_groups import LayerPlan
+from octavo.core.inspection.trace_recorder import TraceRecorder
+from octavo.core.memory.block_table import BlockTable
 from octavo.core.memory.host_tier import HostTier
-from octavo.core.page_layout import PageLayout
-from octavo.core.page_pool import PagePool, Units
-from octavo.core.prefix_cache import Node, PageKey
+from octavo.core.memory.layer_groups import LayerPlan
+from octavo.core.memory.page_layout import PageLayout
+from octavo.core.memory.page_pool import PagePool, Units
+from octavo.core.memory.prefix_cache import Node, PageKey
 from octavo.core.sequence import PrefixMatch, Sequence, match_prefix
-from octavo.core.trace_recorder import TraceRecorder
 
 
 @dataclass

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.core.block_table import BlockTable
 from octavo.core.config import SamplingParams
 from octavo.core.interfaces import SparseMethod
-from octavo.core.layer_groups import LayerPlan
-from octavo.core.outputs import TokenLogprobs
-from octavo.core.page_layout import PageLayout
-from octavo.core.page_pool import PagePool, Pages
-from octavo.core.prefix_cache import Node, PageKey, Parent, PrefixCache, page_key
+from octavo.core.memory.block_table import BlockTable
+from octavo.core.memory.layer_groups import LayerPlan
+from octavo.core.memory.page_layout import PageLayout
+from octavo.core.memory.page_pool import PagePool, Pages
+from octavo.core.memory.prefix_cache import Node, PageKey, Parent, PrefixCache, page_key
+from octavo.core.outputs import Completion, Sample, TokenLogprobs
 from octavo.core.token_list import TokenList
 
 if TYPE_CHECKING:
@@ -63,6 +63,17 @@ class Request:
     @property
     def finished(self) -> bool:
         return self.unforked == 0 and all(sequence.finish_reason for sequence in self.sequences)
+
+    def completion(self) -> Completion:
+        """What the user gets when the request has ended."""
+        known, wanted = self.sequences[0].known_logprobs, self.params.prompt_logprobs is not None
+        return Completion(
+            request_id=self.request_id,
+            prompt_token_ids=self.prompt,
+            samples=[sequence.result() for sequence in self.sequences],
+            cached_tokens=self.cached_tokens or 0,
+            prompt_logprobs=[known.get(at) for at in range(len(self.prompt))] if wanted else None,
+        )
 
 
 class Sequence:
@@ -128,6 +139,18 @@ class Sequence:
     def goal(self) -> int:
         """Tokens to compute: all of them, but for the last one when its successor is not wanted."""
         return len(self.tokens) - 1 if self.forced else len(self.tokens)
+
+    def result(self) -> Sample:
+        """What the user gets of it when it has ended."""
+        return Sample(
+            token_ids=self.tokens[len(self.request.prompt) :],
+            text=self.detokenizer.text if self.detokenizer is not None else "",
+            finish_reason=self.finish_reason or "",
+            logprobs=self.sample_logprobs if self.request.params.logprobs is not None else None,
+            decode_steps=self.decode_steps,
+            kv_bytes_read=self.kv_bytes_read,
+            digest_bytes_read=self.digest_bytes_read,
+        )
 
     def chunk_limit(self) -> int:
         """Tokens that may be computed in one step."""

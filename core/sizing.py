@@ -13,14 +13,14 @@ from octavo.core.config import KV_DTYPES, EngineConfig
 from octavo.core.errors import CapacityError
 from octavo.core.inspection import capacity_report
 from octavo.core.interfaces import ModelSpec
-from octavo.core.layer_groups import LayerPlan
 from octavo.core.memory.elastic import PoolMemory, pool_memory
 from octavo.core.memory.growth import Growth
 from octavo.core.memory.host_tier import HostTier
-from octavo.core.page_layout import PageLayout
-from octavo.core.page_pool import PagePool
+from octavo.core.memory.layer_groups import LayerPlan
+from octavo.core.memory.page_layout import PageLayout
+from octavo.core.memory.page_pool import PagePool
+from octavo.core.memory.prefix_cache import PrefixCache
 from octavo.core.policies import ALLOCATORS
-from octavo.core.prefix_cache import PrefixCache
 from octavo.kernels.layout import MAX_UNITS, pool_shape
 
 CPU_POOL_BYTES = 4 << 30

@@ -9,8 +9,8 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.core.trace import Trace
-from octavo.core.trace_recorder import TraceBuilder
+from octavo.core.inspection.trace import Trace
+from octavo.core.inspection.trace_recorder import TraceBuilder
 
 VOCABULARY = 50_000
 

@@ -9,11 +9,11 @@ from typing import Protocol
 
 import numpy as np
 
-from octavo.core.block_table import BlockTable
 from octavo.core.interfaces import Allocator
-from octavo.core.page_pool import PagePool
+from octavo.core.memory.block_table import BlockTable
+from octavo.core.memory.page_pool import PagePool
+from octavo.core.memory.prefix_cache import PrefixCache
 from octavo.core.policies import EVICTIONS
-from octavo.core.prefix_cache import PrefixCache
 from octavo.scripts.reservations import RULES, Regions
 
 

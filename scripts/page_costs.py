@@ -38,7 +38,7 @@ def serve(engine: Engine, model: Any, workload: Workload, salt: str) -> dict[str
     stored are known from outside, all of a request but the one drawn last.
     """
     from octavo.core import SamplingParams
-    from octavo.core.page_layout import PageLayout
+    from octavo.core.memory.page_layout import PageLayout
 
     layout = PageLayout([], engine.config.policies, engine.config.unit_tokens)
     stored: dict[str, int] = {}

@@ -12,7 +12,7 @@ from octavo.scripts.schema import PageSize
 
 if TYPE_CHECKING:
     from octavo.core.interfaces import PagePolicy
-    from octavo.core.page_layout import Segment
+    from octavo.core.memory.page_layout import Segment
 
 Row = dict[str, Any]
 
@@ -55,7 +55,7 @@ def waste_rows(config: PageSize) -> list[Row]:
 
 def text_prompts(random: np.random.Generator, count: int, mean_tokens: int) -> list[list[Segment]]:
     """Texts of log-normal length with this mean, at least one token each."""
-    from octavo.core.page_layout import Segment
+    from octavo.core.memory.page_layout import Segment
 
     logs = random.normal(np.log(mean_tokens) - TEXT_SIGMA**2 / 2, TEXT_SIGMA, count)
     return [[Segment("text", max(1, round(length)))] for length in np.exp(logs)]
@@ -63,7 +63,7 @@ def text_prompts(random: np.random.Generator, count: int, mean_tokens: int) -> l
 
 def image_prompts(random: np.random.Generator, count: int, tokens: int) -> list[list[Segment]]:
     """Prompts of text and four images in turn, text at both ends."""
-    from octavo.core.page_layout import Segment
+    from octavo.core.memory.page_layout import Segment
 
     prompts = []
     for _ in range(count):
@@ -76,7 +76,7 @@ def image_prompts(random: np.random.Generator, count: int, tokens: int) -> list[
 def _row(
     task: str, policy: str, page: int, prompts: Sequence[Sequence[Segment]], policies: Mapping[str, PagePolicy]
 ) -> Row:
-    from octavo.core.page_layout import PageLayout, predicted_waste
+    from octavo.core.memory.page_layout import PageLayout, predicted_waste
     from octavo.kernels.layout import unit_tokens_for
 
     unit = unit_tokens_for([policy.grain for policy in policies.values()])

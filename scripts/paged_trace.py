@@ -8,11 +8,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from octavo.core.inspection.trace import Event, Trace
 from octavo.core.interfaces import PagePolicy
-from octavo.core.page_layout import TEXT, PageLayout, Segment
+from octavo.core.memory.page_layout import TEXT, PageLayout, Segment
+from octavo.core.memory.prefix_cache import PageKey, page_key, root_key
 from octavo.core.policies import FixedPages
-from octavo.core.prefix_cache import PageKey, page_key, root_key
-from octavo.core.trace import Event, Trace
 from octavo.kernels.layout import unit_tokens_for
 
 

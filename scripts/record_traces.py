@@ -12,9 +12,9 @@ from typing import Any
 from hydra import compose, initialize_config_module
 
 from octavo.core import Engine, EngineConfig, SamplingParams
+from octavo.core.inspection.trace import Trace
+from octavo.core.inspection.trace_recorder import TraceRecorder
 from octavo.core.session import Session
-from octavo.core.trace import Trace
-from octavo.core.trace_recorder import TraceRecorder
 from octavo.scripts import benchmarks, build, naming, schema, settings, traces
 from octavo.scripts.experiments.code_completion import complete
 from octavo.scripts.schema import CodeCompletion

@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.core.block_table import BlockTable
 from octavo.core.errors import closest
+from octavo.core.inspection.trace import Event
 from octavo.core.interfaces import EvictionPolicy
-from octavo.core.page_layout import PageLayout
-from octavo.core.page_pool import PagePool, Pages
+from octavo.core.memory.block_table import BlockTable
+from octavo.core.memory.page_layout import PageLayout
+from octavo.core.memory.page_pool import PagePool, Pages
+from octavo.core.memory.prefix_cache import Node, Parent, PrefixCache
 from octavo.core.policies import ALLOCATORS, EVICTIONS
 from octavo.core.policies.belady import NEVER, Belady
-from octavo.core.prefix_cache import Node, Parent, PrefixCache
-from octavo.core.trace import Event
 from octavo.scripts.paged_trace import PagedTrace
 from octavo.scripts.timed_allocator import TimedAllocator
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.core.trace import Event, Trace
+from octavo.core.inspection.trace import Event, Trace
 
 RULES: dict[str, Callable[[int, int], int]] = {
     "longest": lambda tokens, longest: longest,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.resources import as_file, files
 
-from octavo.core.trace import Trace
+from octavo.core.inspection.trace import Trace
 
 SHIPPED = ("main_job", "chat")
 """The main job on its first items, five methods each; and a conversation in turns whose sessions fork."""

@@ -9,8 +9,8 @@ from octavo.scripts.run import Sample
 
 if TYPE_CHECKING:
     from octavo.core import Engine
-    from octavo.core.layer_groups import LayerPlan
-    from octavo.core.page_layout import PageLayout
+    from octavo.core.memory.layer_groups import LayerPlan
+    from octavo.core.memory.page_layout import PageLayout
 
 WARM_UP_TOKENS = 64
 
@@ -50,8 +50,8 @@ class Answer(NamedTuple):
 def measure(engine: Engine, prompt: list[int], new: int) -> Sample:
     """One prompt three times, from which the engine always writes ``new`` tokens, greedily: from nothing, on a prefix
     hit, and in a session that is forked halfway through the output."""
-    from octavo.core.layer_groups import LayerPlan
-    from octavo.core.page_layout import PageLayout
+    from octavo.core.memory.layer_groups import LayerPlan
+    from octavo.core.memory.page_layout import PageLayout
     from octavo.core.sizing import kv_dtype
 
     complete(engine, prompt[: min(WARM_UP_TOKENS, len(prompt) // 2)], 2, salt="warm-up")

@@ -9,12 +9,12 @@ import torch
 
 from octavo.core.config import EngineConfig
 from octavo.core.inspection.page_census import units_by_request
-from octavo.core.layer_groups import LayerPlan
-from octavo.core.page_layout import PageLayout
+from octavo.core.memory.layer_groups import LayerPlan
+from octavo.core.memory.page_layout import PageLayout
 
 if TYPE_CHECKING:
     from octavo.core.engine import Engine
-    from octavo.core.page_pool import PagePool
+    from octavo.core.memory.page_pool import PagePool
     from octavo.core.sequence import Sequence
 
 TOP_HOLDERS = 3

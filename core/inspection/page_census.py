@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.core.page_pool import Pages, Units
+from octavo.core.memory.page_pool import Pages, Units
 
 if TYPE_CHECKING:
     from octavo.core.engine import Engine
     from octavo.core.memory.host_tier import HostTier, _HostPage
-    from octavo.core.page_layout import PageLayout
-    from octavo.core.prefix_cache import Node
+    from octavo.core.memory.page_layout import PageLayout
+    from octavo.core.memory.prefix_cache import Node
     from octavo.core.sequence import Sequence
 
 FREE, CACHED, HELD, SHARED, IMAGE, HOST, ABSENT = range(7)

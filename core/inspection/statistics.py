@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from octavo.core.inspection.page_census import ABSENT, CACHED, FREE, STATES, PageCensus
-from octavo.core.page_pool import Units
+from octavo.core.memory.page_pool import Units
 
 if TYPE_CHECKING:
     from octavo.core.engine import Engine

@@ -1,1 +1,1 @@
-"""What backs a pool: memory that grows at a constant address, and the host tier."""
+"""Where KV lies and who holds it: pages, tables, prefix index, eviction, host tier, and what backs a pool."""

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.core.interfaces import Allocator
-from octavo.core.prefix_cache import Node, Parent, PrefixCache
+from octavo.core.memory.prefix_cache import Node, Parent, PrefixCache
 from octavo.kernels import ops
 
 Units = NDArray[np.int32]

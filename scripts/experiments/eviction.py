@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from octavo.core.trace import Trace
+from octavo.core.inspection.trace import Trace
 from octavo.scripts import report, traces
 from octavo.scripts.arrivals import Bursty, Lengths, Poisson, PrefixTree, Traffic
 from octavo.scripts.paged_trace import PagedTrace

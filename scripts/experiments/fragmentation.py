@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from octavo.core.trace import Trace
+from octavo.core.inspection.trace import Trace
 from octavo.scripts import report
 from octavo.scripts.arrivals import Poisson, Traffic, mix
 from octavo.scripts.paged_trace import PagedTrace

@@ -121,7 +121,7 @@ def serve(engine: Engine, workload: Workload, salt: str) -> dict[str, Any]:
     one, and since only full pages are shared, what is empty is at the end of each request's last page.
     """
     from octavo.core import SamplingParams
-    from octavo.core.page_layout import PageLayout
+    from octavo.core.memory.page_layout import PageLayout
 
     layout = PageLayout([], engine.config.policies, engine.config.unit_tokens)
     before = engine.stats()

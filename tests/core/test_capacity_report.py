@@ -9,7 +9,7 @@ import torch
 
 from octavo.core import CapacityError, EngineConfig, SamplingParams, sizing
 from octavo.core.inspection import capacity_report
-from octavo.core.layer_groups import LayerPlan
+from octavo.core.memory.layer_groups import LayerPlan
 
 GREEDY = {"ignore_eos": True}
 

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from octavo.core.chains import Chains
-from octavo.core.eviction import IdlePages
-from octavo.core.page_facts import FactsBook
+from octavo.core.memory.chains import Chains
+from octavo.core.memory.eviction import IdlePages
+from octavo.core.memory.page_facts import FactsBook
 from octavo.core.policies.belady import NEVER, Belady
 from octavo.core.policies.evictions import EVICTIONS
 from octavo.core.policies.lru import LeastRecentlyUsed

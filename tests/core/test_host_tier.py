@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from octavo.core.memory import host_tier
 from octavo.core.memory.host_tier import HostTier
-from octavo.core.prefix_cache import PrefixCache, page_key, root_key
+from octavo.core.memory.prefix_cache import PrefixCache, page_key, root_key
 from octavo.kernels import ops
 
 SHAPE = (2, 2, 1, 2, 3)  # layers, K and V, kv_heads, unit_tokens, head_dim

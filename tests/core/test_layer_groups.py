@@ -8,7 +8,7 @@ import pytest
 
 from octavo.core import CapacityError, SamplingParams
 from octavo.core.costs import predict_decode
-from octavo.core.layer_groups import LayerGroup, LayerPlace, LayerPlan
+from octavo.core.memory.layer_groups import LayerGroup, LayerPlace, LayerPlan
 from octavo.scripts.build import method
 
 METHODS = sorted(path.stem for path in (Path(__file__).parents[2] / "configs" / "sparse").glob("*.yaml"))

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octavo.core.page_layout import PageLayout, Segment, predicted_waste
+from octavo.core.memory.page_layout import PageLayout, Segment, predicted_waste
 from octavo.core.policies.page_divisors import DivisorPages, RowPages, WholePages
 from octavo.core.policies.page_size import FixedPages, RatioPages
 from octavo.core.policies.page_sqrt import SqrtPages

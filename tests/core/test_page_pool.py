@@ -8,11 +8,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from octavo.core.block_table import LEAF_PAGES, BlockTable, check_tables
-from octavo.core.page_layout import PageLayout, Segment
-from octavo.core.page_pool import PagePool
+from octavo.core.memory.block_table import LEAF_PAGES, BlockTable, check_tables
+from octavo.core.memory.page_layout import PageLayout, Segment
+from octavo.core.memory.page_pool import PagePool
+from octavo.core.memory.prefix_cache import PrefixCache, page_key, root_key
 from octavo.core.policies import ALLOCATORS, EVICTIONS, FixedPages
-from octavo.core.prefix_cache import PrefixCache, page_key, root_key
 
 
 def ids(*pages):

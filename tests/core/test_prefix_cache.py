@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from octavo.core import SamplingParams, prefix_cache
-from octavo.core.prefix_cache import PageKey, PrefixCache, digest256, page_key, root_key
+from octavo.core.memory.prefix_cache import PageKey, PrefixCache, digest256, page_key, root_key
 
 GREEDY = {"ignore_eos": True}
 

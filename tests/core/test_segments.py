@@ -5,7 +5,7 @@ import random
 import pytest
 
 from octavo.core import CapacityError, SamplingParams
-from octavo.core.page_layout import Segment, predicted_waste
+from octavo.core.memory.page_layout import Segment, predicted_waste
 from octavo.core.policies import FixedPages
 from octavo.core.policies.page_divisors import DivisorPages, RowPages, WholePages
 from octavo.core.policies.page_size import RatioPages

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from octavo.core import SamplingParams
-from octavo.core.device_tables import DeviceTables
-from octavo.core.page_layout import PageLayout, Segment
+from octavo.core.memory.device_tables import DeviceTables
+from octavo.core.memory.page_layout import PageLayout, Segment
+from octavo.core.memory.prefix_cache import root_key
 from octavo.core.policies import FixedPages
-from octavo.core.prefix_cache import root_key
 from octavo.kernels import ops, reference
 from octavo.kernels.layout import entry_units, entry_valid
 

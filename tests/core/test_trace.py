@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo.core import SamplingParams
-from octavo.core.page_layout import Segment
-from octavo.core.trace import ALL_EXACT, Event, Trace
-from octavo.core.trace_recorder import TraceBuilder, TraceRecorder
+from octavo.core.inspection.trace import ALL_EXACT, Event, Trace
+from octavo.core.inspection.trace_recorder import TraceBuilder, TraceRecorder
+from octavo.core.memory.page_layout import Segment
 
 
 def small():

@@ -8,7 +8,7 @@ from dataclasses import fields
 import numpy as np
 import pytest
 
-from octavo.core.trace import Event, Trace
+from octavo.core.inspection.trace import Event, Trace
 from octavo.scripts.arrivals import Bursty, Lengths, Mixture, Poisson, PrefixTree, Traffic
 
 

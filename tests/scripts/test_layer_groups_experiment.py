@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from octavo.core.layer_groups import LayerPlan
-from octavo.core.page_layout import PageLayout
+from octavo.core.memory.layer_groups import LayerPlan
+from octavo.core.memory.page_layout import PageLayout
 from octavo.core.policies import FixedPages
 from octavo.scripts.embedded_models import GEMMA3
 from octavo.scripts.experiments.layer_groups import agreement, rows

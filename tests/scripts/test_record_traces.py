@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from octavo.core.trace import Event
+from octavo.core.inspection.trace import Event
 from octavo.scripts import build, record_traces
 from octavo.scripts.paged_trace import PagedTrace
 from octavo.scripts.replay import replay

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo.core import SamplingParams
-from octavo.core.page_layout import PageLayout, Segment
+from octavo.core.inspection.trace import Event
+from octavo.core.inspection.trace_recorder import TraceBuilder, TraceRecorder
+from octavo.core.memory.page_layout import PageLayout, Segment
 from octavo.core.policies import ALLOCATORS, EVICTIONS
 from octavo.core.policies.page_divisors import WholePages
-from octavo.core.trace import Event
-from octavo.core.trace_recorder import TraceBuilder, TraceRecorder
 from octavo.scripts.arrivals import Bursty, Lengths, PrefixTree, Traffic
 from octavo.scripts.paged_trace import PagedTrace
 from octavo.scripts.replay import BELADY, recompute_cost, replay

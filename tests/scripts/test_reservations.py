@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from octavo.core.inspection.trace_recorder import TraceBuilder
 from octavo.core.policies import ALLOCATORS
-from octavo.core.trace_recorder import TraceBuilder
 from octavo.scripts.backlog import Asked, Pages, Reservations, serve
 from octavo.scripts.reservations import RULES, Regions, Reserved, largest_batch, reserve
 

@@ -8,8 +8,8 @@ from itertools import groupby
 
 import numpy as np
 
-from octavo.core.page_layout import PageLayout
-from octavo.core.page_pool import PagePool, Pages, Units
+from octavo.core.memory.page_layout import PageLayout
+from octavo.core.memory.page_pool import PagePool, Pages, Units
 
 LEAF_PAGES = 128
 

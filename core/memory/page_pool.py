@@ -7,10 +7,10 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.core.eviction import IdlePages
 from octavo.core.interfaces import Allocator, EvictionPolicy
-from octavo.core.page_facts import FactsBook
-from octavo.core.prefix_cache import Node, PrefixCache
+from octavo.core.memory.eviction import IdlePages
+from octavo.core.memory.page_facts import FactsBook
+from octavo.core.memory.prefix_cache import Node, PrefixCache
 
 Pages = NDArray[np.int32]
 Units = NDArray[np.int32]

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.core.block_table import BlockTable
+from octavo.core.memory.block_table import BlockTable
 from octavo.core.sequence import Sequence
 from octavo.kernels.layout import pack_entries
 

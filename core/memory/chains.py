@@ -10,9 +10,9 @@ import numpy as np
 class Chains:
     """Counts that tell of each findable page whether others need it.
 
-    A *node* is one distinct prefix, and several pages (*twins*) may hold it (``octavo.core.prefix_cache``). A page is
-    found through the node in front of it; so a page is needed while pages stand behind its node and no twin holds the
-    node as well. A page that is not needed is a *leaf*::
+    A *node* is one distinct prefix, and several pages (*twins*) may hold it (``octavo.core.memory.prefix_cache``). A
+    page is found through the node in front of it; so a page is needed while pages stand behind its node and no twin
+    holds the node as well. A page that is not needed is a *leaf*::
 
         node 7  pages 4, 9       two leaves, for as long as both are there: either will do for 5 and 6
          ├─ node 8  page 5       a leaf

@@ -7,9 +7,9 @@ from heapq import heapify, heappop, heappush
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.core.chains import Chains
 from octavo.core.interfaces import EvictionPolicy
-from octavo.core.page_facts import FactsBook
+from octavo.core.memory.chains import Chains
+from octavo.core.memory.page_facts import FactsBook
 
 Pages = NDArray[np.int32]
 

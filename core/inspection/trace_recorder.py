@@ -9,8 +9,8 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from octavo.core.page_layout import TEXT, Segment
-from octavo.core.trace import ALL_EXACT, Event, Trace
+from octavo.core.inspection.trace import ALL_EXACT, Event, Trace
+from octavo.core.memory.page_layout import TEXT, Segment
 
 if TYPE_CHECKING:
     from octavo.core.sequence import Sequence

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.core.page_layout import Segment
+from octavo.core.memory.page_layout import Segment
 
 VERSION = 1
 

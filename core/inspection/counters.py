@@ -1,0 +1,45 @@
+"""The counters of an engine, gathered from the parts that keep them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from octavo.core.outputs import EngineStats
+
+if TYPE_CHECKING:
+    from octavo.core.engine import Engine
+
+
+def engine_stats(engine: Engine) -> EngineStats:
+    """See ``Engine.stats``."""
+    pool, scheduler, runner, host = engine._pool, engine._scheduler, engine._runner, engine._host
+    page_units = engine.config.text_page_tokens // engine.config.unit_tokens * engine._plan.slices
+    device = runner.kv.device
+    return EngineStats(
+        units_total=pool.total_units,
+        units_free=pool.free_units,
+        units_cached=pool.cached_units,
+        units_held=pool.held_units,
+        units_held_peak=pool.held_peak,
+        pages_total=pool.total_units // page_units,
+        pages_free=pool.free_units // page_units,
+        pages_cached=pool.cached_units // page_units,
+        pages_held=pool.held_units // page_units,
+        host_units_total=0 if host is None else host.units_total,
+        host_units_free=0 if host is None else host.units_free,
+        host_units_held=0 if host is None else host.units_held,
+        hit_tokens=scheduler.hit_tokens,
+        query_tokens=scheduler.query_tokens,
+        evictions=pool.evictions,
+        preemptions=scheduler.preemptions,
+        copies=runner.copies,
+        steps=engine._steps,
+        running=len(scheduler.running),
+        waiting=len(scheduler.waiting),
+        running_peak=scheduler.running_peak,
+        device_bytes_peak=torch.cuda.max_memory_allocated(device)
+        if device.type == "cuda"
+        else pool.held_peak * runner.kv[0].nbytes + runner.digest_bytes,
+    )
