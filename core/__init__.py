@@ -4,6 +4,7 @@ from octavo.core.config import EngineConfig, SamplingParams
 from octavo.core.engine import Engine
 from octavo.core.errors import BatchError, CapacityError, UnsupportedModelError
 from octavo.core.outputs import Completion, EngineStats, Sample, StepOutput
+from octavo.core.prompts import TokenSegment
 from octavo.core.session import Session
 
 __all__ = [
@@ -17,5 +18,6 @@ __all__ = [
     "SamplingParams",
     "Session",
     "StepOutput",
+    "TokenSegment",
     "UnsupportedModelError",
 ]

@@ -91,6 +91,9 @@ class PageCensus:
             listed["page"] = np.repeat(table.pages(), _page_entries(layout, table.n_pages))
             listed["request"] = self._number(sequence.request.request_id)
             listed["state"] = HELD
+            if not layout.uniform:
+                images = np.array([layout.kind(page) == "image" for page in range(table.n_pages)], bool)
+                listed["state"][np.repeat(images, _page_entries(layout, table.n_pages))] = IMAGE
             listed["tokens"] = tokens
             cells[units[:, first:]] = listed[first:]
             self.tables[units[:, first:]] += 1

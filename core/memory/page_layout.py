@@ -29,6 +29,7 @@ class _Extent:
     """A segment as it lies: from token ``start`` up to ``end`` (None: open), on pages of ``page_tokens`` slots. The
     first of them is page ``page`` of the sequence and begins at table entry ``entry``."""
 
+    kind: str
     start: int
     end: int | None
     page_tokens: int
@@ -82,7 +83,7 @@ class PageLayout:
         self._policies = policies
         self._extents: list[_Extent] = []
         for segment in _closed(segments) if aligned else []:
-            self._append(segment.tokens, _page_tokens(segment, policies))
+            self._append(segment.kind, segment.tokens, _page_tokens(segment, policies))
         self._open()
 
     def extended(self, tokens: int, segments: Sequence[Segment]) -> PageLayout:
@@ -99,9 +100,9 @@ class PageLayout:
             return self
         longer = copy(self)
         longer._extents = self._extents[:-1]
-        longer._append(tokens - last.start, last.page_tokens)
+        longer._append(TEXT, tokens - last.start, last.page_tokens)
         for segment in _closed(segments):
-            longer._append(segment.tokens, _page_tokens(segment, self._policies))
+            longer._append(segment.kind, segment.tokens, _page_tokens(segment, self._policies))
         longer._open()
         return longer
 
@@ -130,6 +131,10 @@ class PageLayout:
         extent = self._at_page(page)
         full = extent.start + (page + 1 - extent.page) * extent.page_tokens
         return full if extent.end is None else min(full, extent.end)
+
+    def kind(self, page: int) -> str:
+        """The kind of the segment that a page is of."""
+        return self._at_page(page).kind
 
     def page_slots(self, page: int) -> int:
         return self._at_page(page).page_tokens
@@ -200,16 +205,16 @@ class PageLayout:
         """Slots of the pages that hold the first ``tokens`` tokens, less the tokens."""
         return self.entries_for(tokens) * self.unit_tokens - tokens
 
-    def _append(self, tokens: int, page_tokens: int) -> None:
+    def _append(self, kind: str, tokens: int, page_tokens: int) -> None:
         """Close a segment of so many tokens at the end."""
         start, page, entry = self._end()
-        self._extents.append(_Extent(start, start + tokens, self._whole_units(page_tokens), page, entry))
+        self._extents.append(_Extent(kind, start, start + tokens, self._whole_units(page_tokens), page, entry))
 
     def _open(self) -> None:
         """Let open text follow."""
         start, page, entry = self._end()
         page_tokens = self._whole_units(_policy(TEXT, self._policies).page_tokens(None))
-        self._extents.append(_Extent(start, None, page_tokens, page, entry))
+        self._extents.append(_Extent(TEXT, start, None, page_tokens, page, entry))
         self._starts = [extent.start for extent in self._extents]
         self._pages = [extent.page for extent in self._extents]
 

@@ -20,6 +20,7 @@ from octavo.core.inspection.page_census import (
     FREE,
     HELD,
     HOST,
+    IMAGE,
     MAX_REQUESTS,
     SHARED,
     PageCensus,
@@ -71,7 +72,11 @@ def walk(engine):
         sequence, _, entries = listed[0]
         entry = int(np.argwhere(entries == unit)[0][1])
         slots = sequence.layout.slots(0, sequence.computed) // unit_tokens
-        found[unit] = (SHARED if len(listed) > 1 else HELD, sequence.request.request_id, int((slots == entry).sum()))
+        layout = sequence.layout
+        first = [layout.first_entry(page) for page in range(sequence.table.n_pages)]
+        kind = layout.kind(max(page for page, start in enumerate(first) if start <= entry))
+        state = SHARED if len(listed) > 1 else IMAGE if kind == "image" else HELD
+        found[unit] = (state, sequence.request.request_id, int((slots == entry).sum()))
     return found
 
 
@@ -166,6 +171,18 @@ class TestCensus:
         assert {FREE, CACHED, HELD, SHARED} <= set(states.tolist())
         assert (HOST in states, ABSENT in states) == (kind == "host", kind == "elastic")
         assert engine.stats().evictions
+
+    def test_an_image_has_a_state_of_its_own(self, t_model, engine_for):
+        engine = engine_for(t_model, page_tokens=4, page_policies={"image": 8}, pool_tokens=80)
+        engine.submit([TokenSegment("text", [5] * 3), TokenSegment("image", [6] * 9), TokenSegment("text", [7])])
+        engine.step()
+        states = PageCensus().take(engine)["state"]
+        text, image = (
+            engine._scheduler.running[0].table.pages()[[0, 3]],
+            engine._scheduler.running[0].table.pages()[1:3],
+        )
+        assert (states[text] == HELD).all()
+        assert (states[engine._pool.units_of(image, 2)] == IMAGE).all() and (states == IMAGE).sum() == 4
 
     def test_the_host_tier_comes_behind_the_device(self, t_model, engine_for):
         engine, census = engine_for(t_model, pool_tokens=16, host_tokens=12), PageCensus()

@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from octavo.core import SamplingParams, prefix_cache
+from octavo.core import SamplingParams
+from octavo.core.memory import prefix_cache
 from octavo.core.memory.prefix_cache import PageKey, PrefixCache, digest256, page_key, root_key
 
 GREEDY = {"ignore_eos": True}
