@@ -64,7 +64,8 @@ def test_limit_makes_any_experiment_a_smoke_test(
     assert outcome.code == 0, outcome.err
     assert outcome.metrics["complete"] is True and outcome.metrics["rows"]
     assert outcome.folder.parent == Path.cwd() / "runs" / name
-    assert len({sample["item"] for sample in samples(outcome.folder)}) == 2
+    if name in ("code_completion", "devices", "generate"):  # elsewhere a limit shortens what each item takes
+        assert len({sample["item"] for sample in samples(outcome.folder)}) == 2
 
 
 def test_a_run_folder_holds_everything(octavo: Command, tiny: list[str]) -> None:
