@@ -10,7 +10,7 @@ from octavo.scripts.schema_groups import Config, EngineSettings
 
 ALLOCATOR_NAMES = ("stack", "first_fit", "next_fit", "best_fit", "buddy", "linear")
 MIX_NAMES = ("1", "1:1.5", "1:4")
-KNOB_NAMES = ("page_tokens", "max_seqs", "pool_percent", "max_model_tokens", "step_tokens")
+KNOB_NAMES = ("page_tokens", "max_seqs", "pool_percent", "max_model_percent", "step_tokens")
 
 
 @dataclass
@@ -140,15 +140,16 @@ class Sharing(Config):
 
 @dataclass
 class Knobs(Config):
-    """page_tokens, max_seqs, step_tokens, max_model_tokens: values of these keys of ``engine``, each tried while
-    everything else stays as it is. pool_percent: the same for the pool, in percent of the slots that all requests take
-    at once; default_pool_percent while others are tried. requests: of the workload. repeats: rounds in which all
-    settings take turns, one with a limit."""
+    """page_tokens, max_seqs, step_tokens: values of these keys of ``engine``, each tried while everything else stays as
+    it is. max_model_percent: the same for ``engine.max_model_tokens``, in percent of the model's positions.
+    pool_percent: the same for the pool, in percent of the slots that all requests take at once; default_pool_percent
+    while others are tried. requests: of the workload. repeats: rounds in which all settings take turns, one with a
+    limit."""
 
     page_tokens: list[int] = field(default_factory=lambda: [32, 64])
     max_seqs: list[int] = field(default_factory=lambda: [4, 8])
     pool_percent: list[int] = field(default_factory=lambda: [50, 85, 95])
-    max_model_tokens: list[int] = field(default_factory=lambda: [2048])
+    max_model_percent: list[int] = field(default_factory=lambda: [25])
     step_tokens: list[int] = field(default_factory=lambda: [256, 1024])
     default_pool_percent: int = 90
     requests: int = 16
@@ -159,6 +160,9 @@ class Knobs(Config):
         for key in KNOB_NAMES:
             each_at_least(key, getattr(self, key), 1)
             each_once(key, getattr(self, key))
+        for percent in self.max_model_percent:
+            if percent > 100:
+                raise ConfigError(f"max_model_percent={percent}: must be at most 100")
         for key in ("default_pool_percent", "requests", "repeats"):
             at_least(key, getattr(self, key), 1)
         _not_to_be_set(self.engine, ("pool_tokens",), "this experiment sets it itself, as in pool_percent=[50,90]")

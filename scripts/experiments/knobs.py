@@ -45,8 +45,8 @@ NOTES = (
     "x default: against the default's pass of the same round, median over the rounds; all settings take turns in each.",
     "waste: empty slots in % of slots held, over all steps in which every running request drew a token. hits: prompt "
     "tokens found in the prefix cache, those found again after a preemption included.",
-    "pool_percent: of the slots that all requests take at once if they share nothing; max_model_tokens changes no pool "
-    "whose size is given.",
+    "pool_percent: of the slots that all requests take at once if they share nothing; max_model_percent: of the "
+    "model's positions; it changes no pool whose size is given.",
 )
 
 
@@ -60,8 +60,9 @@ def run(config: Knobs, run: Run) -> None:
     with waiting(f"loading {config.model.path}"):
         model, tokenizer = build.load_model(config.model)
     workload = mixed(workloads.build("ragged", tokenizer, config.seed, config.limit), config.requests)
-    tried = settings(config, workload)
-    _refuse_too_small(tried, workload, model)
+    positions = model.config.get_text_config().max_position_embeddings
+    tried = settings(config, workload, positions)
+    _refuse_too_small(tried, workload, positions)
 
     repeats = config.repeats if config.limit is None else 1  # a smoke test
     done = run.done("item", "round")
@@ -83,7 +84,7 @@ def run(config: Knobs, run: Run) -> None:
     found = rows(run.samples)
     for line in _findings(found):
         console.print(line, style="bold", markup=False, highlight=False)
-    figures = {"knobs": small_multiples(found, _defaults(config, model))}
+    figures = {"knobs": small_multiples(found, _defaults(config, positions))}
     report.publish(run, config, found, plots=figures, notes=(*NOTES, *_busy(run.samples)))
 
 
@@ -97,8 +98,8 @@ def mixed(workload: Workload, requests: int) -> Workload:
     return Workload("mixed", tuple(prompts), workload.new_tokens[:requests])
 
 
-def settings(config: Knobs, workload: Workload) -> dict[str, EngineSettings]:
-    """Name -> settings of the engine: the default, then ``knob=value``."""
+def settings(config: Knobs, workload: Workload, positions: int) -> dict[str, EngineSettings]:
+    """Name -> settings of the engine: the default, then ``knob=value``. ``positions`` are those of the model."""
 
     def with_pool(engine: EngineSettings, percent: int) -> EngineSettings:
         return dataclasses.replace(engine, pool_tokens=-(-workload.slots(engine.page_tokens) * percent // 100))
@@ -108,9 +109,12 @@ def settings(config: Knobs, workload: Workload) -> dict[str, EngineSettings]:
         for value in getattr(config, knob)[: config.limit]:
             if knob == "pool_percent":
                 found[f"{knob}={value}"] = with_pool(config.engine, value)
-            else:
-                changed = dataclasses.replace(config.engine, **{knob: value})
-                found[f"{knob}={value}"] = with_pool(changed, config.default_pool_percent)
+                continue
+            key, setting = (
+                ("max_model_tokens", positions * value // 100) if knob == "max_model_percent" else (knob, value)
+            )
+            changed = dataclasses.replace(config.engine, **{key: setting})
+            found[f"{knob}={value}"] = with_pool(changed, config.default_pool_percent)
     return found
 
 
@@ -209,20 +213,17 @@ def _ratio(pairs: Sequence[tuple[float, float]]) -> float | None:
     return median(own / base for own, base in pairs) if pairs else None
 
 
-def _defaults(config: Knobs, model: Any) -> dict[str, int]:
+def _defaults(config: Knobs, positions: int) -> dict[str, int]:
     """What each knob is set to while others are tried."""
-    longest = config.engine.max_model_tokens or model.config.get_text_config().max_position_embeddings
+    longest = config.engine.max_model_tokens or positions
     at = {knob: getattr(config.engine, knob, None) for knob in KNOB_NAMES}
-    return {**at, "pool_percent": config.default_pool_percent, "max_model_tokens": longest}
+    return {**at, "pool_percent": config.default_pool_percent, "max_model_percent": 100 * longest // positions}
 
 
-def _refuse_too_small(tried: Mapping[str, EngineSettings], workload: Workload, model: Any) -> None:
+def _refuse_too_small(tried: Mapping[str, EngineSettings], workload: Workload, positions: int) -> None:
     """A setting under which the longest request could never be served."""
-    positions = model.config.get_text_config().max_position_embeddings
     for name, engine in tried.items():
         most = engine.max_model_tokens or positions
-        if most > positions:
-            raise ConfigError(f"{name}: the model has {positions} positions")
         if workload.longest > most:
             raise ConfigError(
                 f"{name}: the longest request has {workload.longest} tokens, and a sequence at most {most}"

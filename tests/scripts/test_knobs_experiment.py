@@ -35,17 +35,17 @@ def test_one_knob_at_a_time() -> None:
         "any", ([1] * 20, [2] * 30), (10, 10)
     )  # 30 and 40 tokens: 80 slots in pages of 16, 96 in pages of 32
     config = settings(
-        page_tokens=[32], max_seqs=[4, 8], pool_percent=[50], max_model_tokens=[64], step_tokens=[128],
+        page_tokens=[32], max_seqs=[4, 8], pool_percent=[50], max_model_percent=[50], step_tokens=[128],
         default_pool_percent=75,
     )  # fmt: skip
-    tried = knobs.settings(config, load)
+    tried = knobs.settings(config, load, positions=128)
     assert tried.pop("default") == EngineSettings(pool_tokens=60)
     assert tried == {
         "page_tokens=32": EngineSettings(page_tokens=32, pool_tokens=72),
         "max_seqs=4": EngineSettings(max_seqs=4, pool_tokens=60),
         "max_seqs=8": EngineSettings(max_seqs=8, pool_tokens=60),
         "pool_percent=50": EngineSettings(pool_tokens=40),
-        "max_model_tokens=64": EngineSettings(max_model_tokens=64, pool_tokens=60),
+        "max_model_percent=50": EngineSettings(max_model_tokens=64, pool_tokens=60),
         "step_tokens=128": EngineSettings(step_tokens=128, pool_tokens=60),
     }
 
@@ -124,6 +124,7 @@ def test_the_figure_shows_every_point_and_the_default_in_its_place() -> None:
     [
         ({"page_tokens": [16, 16]}, "page_tokens lists 16 twice"),
         ({"pool_percent": [0]}, "pool_percent=0: must be at least 1"),
+        ({"max_model_percent": [101]}, "max_model_percent=101: must be at most 100"),
         ({"repeats": 0}, "repeats=0: must be at least 1"),
         ({"engine": EngineSettings(pool_tokens=64)}, r"engine.pool_tokens=64: .*as in pool_percent=\[50,90\]"),
         ({"engine": EngineSettings(page_policies={"text": 8})}, "engine.page_policies"),
@@ -136,20 +137,20 @@ def test_refused(more: dict[str, Any], message: str) -> None:
 
 class TestCommand:
     ARGUMENTS = ("experiment=knobs", "limit=4", "page_tokens=[8]", "max_seqs=[1]", "pool_percent=[50]",
-                 "max_model_tokens=[512]", "step_tokens=[32]")  # fmt: skip
+                 "max_model_percent=[50]", "step_tokens=[32]")  # fmt: skip
 
     def test_a_run(self, octavo: Command, tiny_model: Path) -> None:
         outcome = octavo(*self.ARGUMENTS, f"model.path={tiny_model}", "engine.max_seqs=8")
         assert outcome.code == 0, outcome.err
         found = {row["knob"]: row for row in outcome.metrics["rows"]}
         assert list(found) == ["default", *KNOB_NAMES]
-        assert [row["value"] for row in found.values()] == [None, 8, 1, 50, 512, 32]
+        assert [row["value"] for row in found.values()] == [None, 8, 1, 50, 50, 32]
         assert all(row["tokens_per_s"] > 0 and row["step_p99_ratio"] > 0 for row in found.values())
         default = found["default"]
         assert found["max_seqs"]["slots_held_peak"] < default["slots_held_peak"]
         assert found["page_tokens"]["waste_percent"] < default["waste_percent"]
         assert found["step_tokens"]["steps"] > default["steps"]
-        assert found["pool_percent"]["pool_slots"] < default["pool_slots"] == found["max_model_tokens"]["pool_slots"]
+        assert found["pool_percent"]["pool_slots"] < default["pool_slots"] == found["max_model_percent"]["pool_slots"]
         assert "page_tokens=8: " in outcome.out and "x default" in outcome.out
         assert [file.name for file in (outcome.folder / "plots").iterdir()] == ["knobs.png"]
 
@@ -168,10 +169,9 @@ class TestCommand:
         ("override", "message"),
         [
             (
-                "max_model_tokens=[40]",
-                "max_model_tokens=40: the longest request has 56 tokens, and a sequence at most 40",
+                "max_model_percent=[4]",
+                "max_model_percent=4: the longest request has 56 tokens, and a sequence at most 40",
             ),
-            ("max_model_tokens=[2048]", "max_model_tokens=2048: the model has 1024 positions"),
             ("pool_percent=[1]", "pool_percent=1: the longest request has 56 tokens, and the pool room for 3"),
         ],
     )
