@@ -159,7 +159,7 @@ class TestPagePool:
         assert len(pool.allocate(3)) == 3 and pool.evictions == 1
         pool.check()
         pool.release(ids(4, 5))
-        assert (pool.shrink(2), pool.total_units, pool.growable, pool.free_units) == (2, 3, 2, 0)
+        assert (pool.shrink(2), pool.total_units, pool.growable, pool.free_units) == (True, 3, 2, 0)
         pool.check()
 
 

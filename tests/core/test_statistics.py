@@ -87,4 +87,4 @@ def test_sums_are_the_engine_s_counters(request, t_model, engine_for, kind):
     assert sizes == ({4, 6} if kind == "segments" else {4})
 
 
-STATES = {"held": ("held", "shared"), "cached": ("cached",), "free": ("free",)}
+STATES = {"held": ("held", "shared", "image"), "cached": ("cached",), "free": ("free",)}
