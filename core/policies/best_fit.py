@@ -46,8 +46,8 @@ class BestFitAllocator(UnitAllocator):
         parts.append(self._cut(start, length, units))
         return parts[0] if len(parts) == 1 else np.sort(np.concatenate(parts))
 
-    def _put(self, units: Units, ascending: Units) -> None:
-        starts, ends = runs_of(ascending)
+    def _put(self, units: Units) -> None:
+        starts, ends = runs_of(np.sort(units))
         for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
             before, after = int(self._length_to[start - 1]), int(self._length_from[end])
             if before:
@@ -60,7 +60,7 @@ class BestFitAllocator(UnitAllocator):
         more = np.zeros(len(new), np.int32)
         self._length_from = np.concatenate([self._length_from, more])
         self._length_to = np.concatenate([self._length_to, more])
-        self._put(new, new)
+        self._put(new)
 
     def _drop(self, first: int) -> None:
         length = int(self._length_to[self.total_units])

@@ -43,9 +43,9 @@ class BuddyAllocator(UnitAllocator):
             units -= used
         return parts[0] if len(parts) == 1 else np.sort(np.concatenate(parts))
 
-    def _put(self, units: Units, ascending: Units) -> None:
+    def _put(self, units: Units) -> None:
         """List the units as blocks of one; then, order by order, make one of every two halves that are both free."""
-        index = ascending.astype(np.intp) - 1
+        index = np.sort(units).astype(np.intp) - 1
         self._free[0][index] = True
         for halves, wholes in zip(self._free, self._free[1:], strict=False):
             index = index >> 1
@@ -74,7 +74,7 @@ class BuddyAllocator(UnitAllocator):
     def _list_all(self, units: Units, total_units: int) -> None:
         """Begin anew with these free units in a pool of so many."""
         self._free = [np.zeros(total_units >> order, np.bool_) for order in range(total_units.bit_length())]
-        self._put(units, units)
+        self._put(units)
 
     def _choose(self, units: int) -> tuple[int, int]:
         """Order and index of the lowest of the smallest blocks that hold ``units``, else of the largest blocks."""

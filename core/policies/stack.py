@@ -29,7 +29,7 @@ class StackAllocator(UnitAllocator):
         self._top += units
         return found
 
-    def _put(self, units: Units, ascending: Units) -> None:
+    def _put(self, units: Units) -> None:
         self._stack[self._top - len(units) : self._top] = units
         self._top -= len(units)
 

@@ -19,6 +19,7 @@ class UnitAllocator(ABC):
     ::
 
         _is_free [total_units + 1]    bool    unit 0 is nobody's
+    _place   [total_units + 1]    int32   where in a call of ``free`` a unit is listed; means nothing afterwards
 
     The map is the truth that a double free is caught by, and that ``check`` compares a policy's own structure with.
     A policy reads it and does not write it.
@@ -32,6 +33,7 @@ class UnitAllocator(ABC):
         self.free_units = self.total_units
         self._is_free = np.ones(self.total_units + 1, np.bool_)
         self._is_free[0] = False
+        self._place = np.zeros(self.total_units + 1, np.int32)
 
     def allocate(self, units: int, near: int | None = None) -> Units:
         """``units`` unit ids, int32, as the policy finds them; ``near`` is the unit that they should follow."""
@@ -40,7 +42,7 @@ class UnitAllocator(ABC):
             return np.empty(0, np.int32)
         # Python's own integers, as ``near`` comes out of an int32 table more often than not.
         found = self._take(int(units), None if near is None else int(near))
-        self._is_free[found.astype(np.intp)] = False  # numpy converts other index types far more slowly itself
+        self._is_free[found.astype(np.intp)] = False
         self.free_units -= units
         return found
 
@@ -52,24 +54,26 @@ class UnitAllocator(ABC):
         """
         if len(units) == 0:
             return
-        ascending = np.sort(units)
-        if ascending[0] < 1 or ascending[-1] > self.total_units:
-            strange = ascending[(ascending < 1) | (ascending > self.total_units)]
+        at = units.astype(np.intp)  # numpy converts other index types far more slowly itself
+        if at.min() < 1 or at.max() > self.total_units:
+            strange = np.sort(units[(units < 1) | (units > self.total_units)])
             raise ValueError(f"units {_some(strange)} are none of this pool's, which are 1 to {self.total_units}")
-        at = ascending.astype(np.intp)
-        if np.count_nonzero(twice := ascending[1:] == ascending[:-1]):
+        # Each unit is marked with its place in the call: one that is listed twice keeps the later mark only.
+        places = np.arange(len(at), dtype=np.int32)
+        self._place[at] = places
+        if np.count_nonzero(twice := self._place.take(at) != places):
             raise ValueError(
-                f"units {_some(np.unique(ascending[1:][twice]))} are listed more than once among {len(units)} to free; "
+                f"units {_some(np.unique(units[twice]))} are listed more than once among {len(units)} to free; "
                 "each can be freed once"
             )
         if np.count_nonzero(already := self._is_free.take(at)):
             raise ValueError(
-                f"units {_some(ascending[already])} are free already; "
+                f"units {_some(np.sort(units[already]))} are free already; "
                 f"{self.total_units - self.free_units} of {self.total_units} units are held"
             )
         self._is_free[at] = True
         self.free_units += len(units)
-        self._put(units, ascending)
+        self._put(units)
 
     def grow(self, units: int) -> None:
         """Add ``units`` free units at the end.
@@ -81,6 +85,7 @@ class UnitAllocator(ABC):
         self.total_units += _count("units to grow by", units)
         self.free_units += units
         self._is_free = np.concatenate([self._is_free, np.ones(units, np.bool_)])
+        self._place = np.zeros(self.total_units + 1, np.int32)
         self._add(np.arange(first, first + units, dtype=np.int32))
 
     def shrink(self, units: int) -> bool:
@@ -98,6 +103,7 @@ class UnitAllocator(ABC):
         self.total_units -= units
         self.free_units -= units
         self._is_free = self._is_free[:first].copy()
+        self._place = self._place[:first].copy()
         return True
 
     def check(self) -> Units:
@@ -125,8 +131,8 @@ class UnitAllocator(ABC):
         """Choose at least one and at most ``free_units`` units, and list them no more."""
 
     @abstractmethod
-    def _put(self, units: Units, ascending: Units) -> None:
-        """List units that were held until now: as they were given back, and in ascending order."""
+    def _put(self, units: Units) -> None:
+        """List units that were held until now, in the order in which they were given back."""
 
     @abstractmethod
     def _add(self, new: Units) -> None:

@@ -76,8 +76,8 @@ class RunAllocator(UnitAllocator):
         self._toggle(*taken)
         return units_of(*taken)
 
-    def _put(self, units: Units, ascending: Units) -> None:
-        self._toggle(*runs_of(ascending))
+    def _put(self, units: Units) -> None:
+        self._toggle(*runs_of(np.sort(units)))
 
     def _add(self, new: Units) -> None:
         self._toggle(new[:1], new[-1:] + 1)
