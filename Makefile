@@ -34,8 +34,8 @@ run: setup  ## the main job: code completion, dense and sparse, on real files (A
 	$(VENV)/bin/octavo $(ARGS)
 
 test: setup $(OLDEST)/.installed  ## the whole suite, then parity with the oldest supported transformers
-	$(PY) -m pytest -q -m 'not gpu' $(ARGS)
-	PYTHONPATH=$(OLDEST) $(PY) -m pytest -q -m 'parity and not gpu' $(ARGS)
+	$(PY) -m pytest -q -n auto --maxprocesses=4 -m 'not gpu and not soak' $(ARGS)
+	PYTHONPATH=$(OLDEST) $(PY) -m pytest -q -n auto --maxprocesses=4 -m 'parity and not gpu' $(ARGS)
 
 check: $(VENV)/.installed  ## lint, format and types
 	$(VENV)/bin/ruff check .

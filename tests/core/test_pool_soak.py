@@ -152,7 +152,7 @@ def test_a_short_life(allocator, eviction):
     Life(allocator, eviction, seed=1).live(operations=1500, every=20)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("allocator", "eviction"), COMBINATIONS)
 def test_a_long_life(allocator, eviction):
