@@ -12,7 +12,10 @@ from octavo.core.memory.page_pool import PagePool
 from octavo.core.memory.prefix_cache import PrefixCache, page_key, root_key
 from octavo.core.policies import ALLOCATORS, EVICTIONS
 
-UNITS = 512
+UNITS = 2048
+LONGEST = 48
+"""Pages of a table, at most."""
+
 SIZES = (1, 2, 3, 5)
 """Units of a page: each table has pages of one of these sizes."""
 
@@ -40,7 +43,7 @@ class Life:
         text = self.random.randrange(self.texts + 1)
         self.texts = max(self.texts, min(text + 1, 40))
         found = []
-        for key, parent, tokens in self.chain(text, size, 12):
+        for key, parent, tokens in self.chain(text, size, LONGEST):
             node = self.pool.index.find(key, parent if not found else found[-1], tokens, "")
             if node is None or not node.page(0):
                 break
@@ -68,8 +71,8 @@ class Life:
         if not self.tables:
             return
         table, size, text = self.random.choice(self.tables)
-        count = self.random.randrange(1, 6)
-        if count * size > self.pool.available or table.n_pages + count > 12:
+        count = self.random.randrange(1, LONGEST // 2)
+        if count * size > self.pool.available or table.n_pages + count > LONGEST:
             return
         table.append(self.pool.allocate(count, size, table.near))
         self.operations += count
@@ -149,7 +152,7 @@ COMBINATIONS = list(product(ALLOCATORS, EVICTIONS))
 
 @pytest.mark.parametrize(("allocator", "eviction"), COMBINATIONS)
 def test_a_short_life(allocator, eviction):
-    Life(allocator, eviction, seed=1).live(operations=1500, every=20)
+    Life(allocator, eviction, seed=1).live(operations=4000, every=20)
 
 
 @pytest.mark.soak
@@ -157,4 +160,4 @@ def test_a_short_life(allocator, eviction):
 @pytest.mark.parametrize(("allocator", "eviction"), COMBINATIONS)
 def test_a_long_life(allocator, eviction):
     """A million operations over all combinations."""
-    Life(allocator, eviction, seed=2).live(operations=1_000_000 // len(COMBINATIONS) + 1, every=200)
+    Life(allocator, eviction, seed=2).live(operations=1_000_000 // len(COMBINATIONS) + 1, every=100)
