@@ -12,8 +12,8 @@ from octavo.core.memory.page_pool import PagePool
 from octavo.core.memory.prefix_cache import PrefixCache, page_key, root_key
 from octavo.core.policies import ALLOCATORS, EVICTIONS
 
-UNITS = 2048
-LONGEST = 48
+UNITS = 512
+LONGEST = 32
 """Pages of a table, at most."""
 
 SIZES = (1, 2, 3, 5)
@@ -26,7 +26,7 @@ class Life:
     def __init__(self, allocator, eviction, seed):
         self.random = Random(seed)
         self.pool = PagePool(ALLOCATORS[allocator](UNITS), EVICTIONS[eviction](), PrefixCache())
-        self.tables = []  # (table, units of a page, prefix number)
+        self.tables = []  # (table, units of a page, text number); odd texts are of layers with a window
         self.operations = 0
         self.texts = 0
 
@@ -60,10 +60,10 @@ class Life:
             self.end()
 
     def chain(self, text, size, pages):
-        """Key, root and tokens of the first pages of a text; texts share their beginnings in threes."""
-        key = root = root_key([("size", str(size))])
+        """Key, root and tokens of the first pages of a text; texts of one kind share their beginnings in threes."""
+        key = root = root_key([("size", str(size)), ("window", str(text % 2))])
         for page in range(pages):
-            tokens = np.full(2, text // 3 if page < 4 else text, np.int32) * 100 + page
+            tokens = np.full(2, text // 6 if page < 4 else text, np.int32) * 100 + page
             key = page_key(key, tokens)
             yield key, root, tokens
 
@@ -87,7 +87,7 @@ class Life:
         for (key, root, tokens), page in zip(self.chain(text, size, table.n_pages), pages, strict=True):
             node = self.pool.index.enter(key, parent or root, tokens, "")
             if page not in self.pool.index:
-                self.pool.publish(page, node)
+                self.pool.publish(page, node, chained=text % 2 == 0)
             parent = self.pool.index.node(page)
             if parent is not node:
                 return
@@ -116,8 +116,9 @@ class Life:
             table.truncate(kept)
 
     def drop(self):
-        if self.tables and self.random.random() < 0.3:
-            table, _, _ = self.random.choice(self.tables)
+        """What lies behind a window: whoever holds a page of a chain holds those in front of it, too."""
+        table, _, text = self.random.choice(self.tables) if self.tables else (None, None, 0)
+        if text % 2:
             before = table.first_page
             table.drop_before(self.random.randrange(table.n_pages + 1))
             self.operations += table.first_page - before
