@@ -84,8 +84,12 @@ def explain(error: BaseException, root: type, others: Mapping[str, type]) -> str
         if isinstance(cause, MissingConfigException):
             return _missing_option(cause)
         if isinstance(cause, ConfigKeyError | ConfigAttributeError) and cause.full_key:
+            key = str(cause.full_key)
+            owner, _, leaf = key.rpartition(".")
+            if not dataclasses.is_dataclass(cause.object_type) and owner in paths(root):
+                return f"{owner} has no keys of its own; give it whole, as in '{owner}={{{leaf}: ...}}'"
             schema = cause.object_type if dataclasses.is_dataclass(cause.object_type) else root
-            return str(unknown_key(str(cause.full_key), schema, root, others))
+            return str(unknown_key(key, schema, root, others))
         if isinstance(cause, ValidationError) and cause.full_key:
             return _wrong_type(cause)
         if isinstance(cause, YAMLError):
