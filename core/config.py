@@ -105,6 +105,8 @@ class EngineConfig:
         _known("allocator", self.allocator, tuple(ALLOCATORS))
         if isinstance(self.eviction, str):
             _known("eviction", self.eviction, tuple(EVICTIONS))
+        elif isinstance(self.eviction, type):
+            raise ValueError(f"eviction must be an object, not the class {self.eviction.__name__}; make one of it")
         elif not callable(getattr(self.eviction, "rank", None)):
             raise ValueError(f"eviction must be a name or an EvictionPolicy, got {self.eviction!r}")
         _known("kv_dtype", self.kv_dtype, tuple(KV_DTYPES), KV_DTYPES_LATER)
