@@ -12,7 +12,7 @@ from hydra import compose, initialize_config_dir, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, MissingConfigException
-from hydra.utils import instantiate
+from hydra.utils import get_class, instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
@@ -116,8 +116,9 @@ def engine_config(settings: EngineSettings) -> EngineConfig:
 
 
 def policy(key: str, given: Any, known: Mapping[str, type]) -> Any:
-    """The policy that setting ``key`` describes: its name, or ``{policy: NAME, PARAMETER: VALUE, ...}``. Anything else
-    (a number of tokens, say) is given back as it is.
+    """The policy that setting ``key`` describes: its name, or ``{policy: NAME, PARAMETER: VALUE, ...}``. A name with a dot
+    is that of a class of the user's own, ``module.Class``. Anything else (a number of tokens, say) is given back as it
+    is.
 
     Args:
         known: name -> dataclass, whose fields are the parameters.
@@ -134,6 +135,8 @@ def policy(key: str, given: Any, known: Mapping[str, type]) -> Any:
     if "policy" not in parameters:
         raise ConfigError(f"{key}={given}: no `policy` says which one; one of: {', '.join(known)}")
     name = str(parameters.pop("policy"))
+    if "." in name:
+        known = {**known, name: _own_policy(key, name)}
     one_of(f"{key}.policy", name, tuple(known))
     fields = dataclasses.fields(known[name])
     strange = [parameter for parameter in parameters if parameter not in [field.name for field in fields]]
@@ -150,6 +153,17 @@ def policy(key: str, given: Any, known: Mapping[str, type]) -> Any:
         raise ConfigError(f"{key}.{explain(error, known[name], {})}") from error
     except ValueError as error:
         raise ConfigError(f"{key}: {error}") from error
+
+
+def _own_policy(key: str, name: str) -> type:
+    """The dataclass ``name``, from a module on the path."""
+    try:
+        found = get_class(name)
+    except Exception as error:  # whatever importing a user's module raises
+        raise ConfigError(f"{key}.policy={name}: no such class can be imported: {error}") from error
+    if not dataclasses.is_dataclass(found):
+        raise ConfigError(f"{key}.policy={name}: a policy is a dataclass, whose fields are its parameters")
+    return found
 
 
 def sampling_params(settings: SamplingSettings) -> SamplingParams:

@@ -115,6 +115,24 @@ def test_two_methods_of_one_name_are_refused(tmp_path: Path) -> None:
 
 
 class TestPolicies:
+    def test_one_of_the_user_s_own(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        (tmp_path / "own_policy.py").write_text(
+            "from dataclasses import dataclass\n"
+            "@dataclass(frozen=True)\nclass Mine:\n    weight: float = 1.0\n    history = 1\n"
+            "    def rank(self, pages, facts):\n        return self.weight * facts.uses[pages]\n"
+            "class NoDataclass: ...\n"
+        )
+        monkeypatch.syspath_prepend(tmp_path)
+        made = engine_config(EngineSettings(eviction={"policy": "own_policy.Mine", "weight": 0.5})).eviction_policy
+        assert type(made).__name__ == "Mine" and made.weight == 0.5
+        for given, message in (
+            ("own_policy.Mien", "no such class can be imported"),
+            ("own_policy.NoDataclass", "a policy is a dataclass"),
+            ({"policy": "own_policy.Mine", "wieght": 1}, "weight"),
+        ):
+            with pytest.raises(ConfigError, match=message):
+                engine_config(EngineSettings(eviction=given))
+
     @pytest.mark.parametrize("name", EVICTIONS)
     def test_every_eviction_policy_goes_by_name(self, name: str) -> None:
         made = engine_config(EngineSettings(eviction=name)).eviction_policy
