@@ -116,9 +116,9 @@ def engine_config(settings: EngineSettings) -> EngineConfig:
 
 
 def policy(key: str, given: Any, known: Mapping[str, type]) -> Any:
-    """The policy that setting ``key`` describes: its name, or ``{policy: NAME, PARAMETER: VALUE, ...}``. A name with a dot
-    is that of a class of the user's own, ``module.Class``. Anything else (a number of tokens, say) is given back as it
-    is.
+    """The policy that setting ``key`` describes: its name, or ``{policy: NAME, PARAMETER: VALUE, ...}``. A name with a
+    dot is that of a class of the user's own, ``module.Class``. Anything else (a number of tokens, say) is given back
+    as it is.
 
     Args:
         known: name -> dataclass, whose fields are the parameters.
