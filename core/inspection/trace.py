@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zipfile
 from dataclasses import dataclass, fields
 from enum import IntEnum
@@ -17,6 +18,15 @@ VERSION = 1
 
 ALL_EXACT = np.iinfo(np.int32).max
 """``exact_tokens`` of a sequence that no method shapes."""
+
+
+MAX_BYTES = 1 << 30
+"""Of a trace that is unpacked: some 200 million tokens."""
+
+_READ_HEADER = {
+    (1, 0): np.lib.format.read_array_header_1_0,
+    (2, 0): np.lib.format.read_array_header_2_0,
+}
 
 
 class Event(IntEnum):
@@ -144,14 +154,16 @@ class Trace:
             OSError: there is no such file.
             ValueError: the file is no trace, is damaged, or is of a later version; the message names it.
         """
-        try:
-            archive = np.load(path, allow_pickle=False)
-            if isinstance(archive, np.ndarray):
-                raise ValueError("one array, where an .npz of columns was expected")
-            with archive:
-                return cls(**_columns(archive))
-        except (ValueError, EOFError, zipfile.BadZipFile) as error:
-            raise ValueError(f"{path} is no trace that can be read: {error}") from error
+        with Path(path).open("rb") as file:
+            try:
+                archive = np.load(file, allow_pickle=False)
+                if isinstance(archive, np.ndarray):
+                    raise ValueError("one array, where an .npz of columns was expected")
+                with archive:
+                    _check_sizes(archive.zip)
+                    return cls(**_columns(archive))
+            except Exception as error:  # damaged bytes make zipfile, zlib and numpy raise all sorts of them
+                raise ValueError(f"{path} is no trace that can be read: {error}") from error
 
 
 _DTYPES = {
@@ -171,6 +183,22 @@ _DTYPES = {
     "exact_tokens": np.int32,
     "provenance": np.int32,
 }
+
+
+def _check_sizes(archive: zipfile.ZipFile) -> None:
+    """Refuse, before anything is unpacked, what would take more memory than it is worth."""
+    total = sum(member.file_size for member in archive.infolist())
+    if total > MAX_BYTES:
+        raise ValueError(f"it unpacks to {total} bytes, and a trace has at most {MAX_BYTES}")
+    for member in archive.infolist():
+        with archive.open(member) as file:
+            version = np.lib.format.read_magic(file)
+            if version not in _READ_HEADER:
+                raise ValueError(f"{member.filename} is of npy version {version}; known are {[*_READ_HEADER]}")
+            shape, _, dtype = _READ_HEADER[version](file)
+            claimed, there = math.prod(shape) * dtype.itemsize, member.file_size - file.tell()
+        if claimed != there and not dtype.hasobject:
+            raise ValueError(f"{member.filename} claims {claimed} bytes, shape {list(shape)}, and has {there}")
 
 
 def _columns(archive: Any) -> dict[str, NDArray[Any]]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import weakref
+import zipfile
+from contextlib import suppress
 from dataclasses import fields, replace
 
 import numpy as np
@@ -12,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo.core import SamplingParams
+from octavo.core.inspection import trace as trace_module
 from octavo.core.inspection.trace import ALL_EXACT, Event, Trace
 from octavo.core.inspection.trace_recorder import TraceBuilder, TraceRecorder
 from octavo.core.memory.page_layout import Segment
@@ -180,6 +183,45 @@ def test_damaged_files_are_refused(content, tmp_path):
     file = tmp_path / "damaged.npz"
     file.write_bytes(content)
     with pytest.raises(ValueError, match=r"damaged\.npz is no trace that can be read"):
+        Trace.load(file)
+
+
+def test_no_damage_gets_past(tmp_path):
+    """Whatever byte is wrong, it is a ValueError, or nothing that was read."""
+    file = tmp_path / "damaged.npz"
+    np.savez_compressed(file, **columns())
+    whole = file.read_bytes()
+    for at in range(0, len(whole), 7):
+        file.write_bytes(whole[:at] + bytes([whole[at] ^ 0x5A]) + whole[at + 1 :])
+        with suppress(ValueError):
+            Trace.load(file)
+
+
+CLAIMS = {
+    "too much": ((10**10,), r"tokens\.npy claims 40000000000 bytes, shape \[10000000000\], and has 24"),
+    "too little": ((5,), r"tokens\.npy claims 20 bytes, shape \[5\], and has 24"),
+    "negative": ((-6,), r"claims -24 bytes"),
+}
+
+
+@pytest.mark.parametrize("name", CLAIMS)
+def test_a_column_has_what_its_header_claims(name, tmp_path):
+    """Refused before room is made for it."""
+    shape, message = CLAIMS[name]
+    file = tmp_path / "claims.npz"
+    np.savez(file, **columns(tokens=None))
+    with zipfile.ZipFile(file, "a") as archive, archive.open("tokens.npy", "w") as column:
+        np.lib.format.write_array_header_1_0(column, {"descr": "<i4", "fortran_order": False, "shape": shape})
+        column.write(bytes(24))
+    with pytest.raises(ValueError, match=message):
+        Trace.load(file)
+
+
+def test_a_file_that_unpacks_to_too_much_is_refused(tmp_path, monkeypatch):
+    file = tmp_path / "bomb.npz"
+    np.savez_compressed(file, **columns(tokens=np.zeros(10_000, np.int32)))
+    monkeypatch.setattr(trace_module, "MAX_BYTES", 20_000)
+    with pytest.raises(ValueError, match=r"it unpacks to 4\d{4} bytes, and a trace has at most 20000"):
         Trace.load(file)
 
 
