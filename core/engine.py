@@ -16,7 +16,7 @@ from octavo.core import sizing
 from octavo.core.batch import Row, StepRunner
 from octavo.core.config import EngineConfig, SamplingParams
 from octavo.core.detokenizer import Detokenizer
-from octavo.core.errors import BatchError
+from octavo.core.errors import BatchError, CapacityError
 from octavo.core.hf_model import HFModel, load
 from octavo.core.inspection import capacity_report
 from octavo.core.inspection.counters import engine_stats
@@ -240,6 +240,7 @@ class Engine:
             plan = self._scheduler.schedule()
             for sequence in plan.stranded:
                 log.warning(capacity_report.stranded(sequence, self))
+                sequence.request.unforked = 0  # the samples that wait for its prompt go with it
                 self._undelivered.append(self._finish(sequence, "capacity"))
             if plan.chunks:
                 self._pass(plan)
@@ -339,6 +340,11 @@ class Engine:
         self.finish([request.request_id for request, _ in requests])
         scores = []
         for request, forced in requests:
+            if request.sequences[0].finish_reason != "stop":
+                raise CapacityError(
+                    f"a prompt of {len(request.prompt)} tokens with a target of {len(forced)} could not be scored: the "
+                    f"pool has {self._pool.most_units} units, and {self._pool.pinned_units} of them are pinned"
+                )
             known = request.sequences[0].known_logprobs
             positions = range(len(request.prompt), len(request.prompt) + len(forced))
             scores.append([known[at][token] for at, token in zip(positions, forced, strict=True)])

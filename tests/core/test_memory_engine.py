@@ -549,6 +549,21 @@ class TestPinned:
         assert "cached 5 (5 of them pinned)" in caplog.text
         assert_nothing_held(engine)
 
+    def test_all_samples_of_one_that_cannot_have_enough_end(self, t_model, host_tier_for, drain, assert_nothing_held):
+        engine = host_tier_for(t_model, eviction="priority", pool_tokens=40)
+        self.pinned(engine, tokens(20))
+        request_id = engine.submit(tokens(21, 1), SamplingParams(n=3, max_tokens=2, **GREEDY))
+        drained = drain(engine, limit=60)
+        assert [s.finish_reason for s in drained.completions[request_id].samples] == ["capacity"]
+        assert_nothing_held(engine)
+
+    def test_a_score_that_cannot_have_enough_says_so(self, t_model, host_tier_for, assert_nothing_held):
+        engine = host_tier_for(t_model, eviction="priority", pool_tokens=40)
+        self.pinned(engine, tokens(20))
+        with pytest.raises(CapacityError, match="could not be scored: the pool has 10 units, and 5 of them are pinned"):
+            engine.score(tokens(21, 1), [5, 6])
+        assert_nothing_held(engine)
+
     def test_a_prefix_that_is_pinned_is_there_to_be_hit(self, t_model, host_tier_for, engine_for, assert_nothing_held):
         """8 of 10 pages are pinned, and the request needs them and the other two."""
         engine = host_tier_for(t_model, eviction="priority", pool_tokens=40)
