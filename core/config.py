@@ -97,7 +97,10 @@ class EngineConfig:
             )
         for kind, policy in (self.page_policies or {}).items():
             if kind not in ("text", "image"):
-                raise ValueError(f"page_policies: unknown segment kind {kind!r}; {closest(kind, ['text', 'image'])}")
+                near = closest(str(kind), ["text", "image"])
+                raise ValueError(f"page_policies: unknown segment kind {kind!r}; {near}")
+            if isinstance(policy, type):
+                raise ValueError(f"page_policies[{kind!r}]={policy.__name__} is a class; give {policy.__name__}(...)")
             if not isinstance(policy, PagePolicy):
                 _positive_int(f"page_policies[{kind!r}]", policy)
             elif kind == "text":
@@ -109,6 +112,10 @@ class EngineConfig:
             raise ValueError(f"eviction must be an object, not the class {self.eviction.__name__}; make one of it")
         elif not callable(getattr(self.eviction, "rank", None)):
             raise ValueError(f"eviction must be a name or an EvictionPolicy, got {self.eviction!r}")
+        elif isinstance(self.eviction, type):
+            raise ValueError(f"eviction={self.eviction.__name__} is a class; give {self.eviction.__name__}(...)")
+        else:
+            _positive_int(f"history of the eviction policy {self.eviction!r}", getattr(self.eviction, "history", None))
         _known("kv_dtype", self.kv_dtype, tuple(KV_DTYPES), KV_DTYPES_LATER)
         _known("backend", self.backend, BACKENDS)
         _known("execution", self.execution, EXECUTIONS, EXECUTIONS_LATER)

@@ -88,10 +88,12 @@ class Engine:
         dtype = sizing.kv_dtype(self.config, self.spec)
         device = self._model.device
         self._plan = LayerPlan.of(self.spec.windows, self.config.layer_groups)
+        self._text = PageLayout([], self.config.policies, self.config.unit_tokens)
+        entries = self._text.entries_for(self._max_tokens)
+        sizing.require_tables(self.config, self._plan, entries, device)
         units = sizing.pool_units(self.config, self.spec, self._plan, dtype, self._max_tokens, device)
         self._memory = sizing.allocate_pool(self.config, self.spec, self._plan, units, dtype, device)
         kv = self._memory.tensor
-        self._text = PageLayout([], self.config.policies, self.config.unit_tokens)
         index = PrefixCache(len(self._plan.groups))
         self._host = sizing.host_tier(self.config, self._plan, kv, backend, index)
         self.costs = PageCosts.of(model, self.spec, kv, backend, self._host is not None)
@@ -105,7 +107,6 @@ class Engine:
             on_evict=None if self._host is None else self._demote,
         )
         self._scheduler = Scheduler(self.config, self._pool, self._plan, self._make_findable, self._host)
-        entries = self._text.entries_for(self._max_tokens)
         self._runner = StepRunner(self._model, self.config, kv, backend, self._pool, self._plan, entries, self._host)
         self._prompts = PromptReader(tokenizer, self.spec.vocab_size)
         self._eos = self._model.eos_token_ids | {

@@ -15,7 +15,7 @@ from octavo.core.inspection import capacity_report
 from octavo.core.interfaces import ModelSpec
 from octavo.core.memory.elastic import PoolMemory, pool_memory
 from octavo.core.memory.growth import Growth
-from octavo.core.memory.host_tier import HostTier
+from octavo.core.memory.host_tier import HostTier, available_memory, require_memory
 from octavo.core.memory.layer_groups import LayerPlan
 from octavo.core.memory.page_layout import PageLayout
 from octavo.core.memory.page_pool import PagePool
@@ -121,12 +121,24 @@ def allocate_pool(
         ) from error
 
 
+def require_tables(config: EngineConfig, plan: LayerPlan, entries: int, device: torch.device) -> None:
+    """Refuse block tables of ``entries`` entries for so many sequences that the memory does not hold them."""
+    nbytes = config.max_seqs * plan.slices * entries * 4
+    available = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
+    if nbytes > available:
+        raise ValueError(
+            f"the block tables of max_seqs={config.max_seqs} sequences of {entries} entries take {nbytes} bytes, and "
+            f"{available} are available; lower max_seqs or max_model_tokens"
+        )
+
+
 def host_tier(config: EngineConfig, plan: LayerPlan, kv: Tensor, backend: str, index: PrefixCache) -> HostTier | None:
     """The host tier that was asked for, in whole text pages."""
     if not config.host_tokens:
         return None
     page_tokens = config.text_page_tokens
     units = -(-config.host_tokens // page_tokens) * (page_tokens // config.unit_tokens) * plan.slices
+    require_memory(units, kv)
     return HostTier(units, kv, backend, ALLOCATORS[config.allocator](units), index)
 
 

@@ -54,6 +54,6 @@ class Growth:
             if chunk > pages:
                 raise ValueError(
                     f"chunk_tokens={self.chunk_tokens} is a growth step larger than the pool, which holds "
-                    f"{pages * page_tokens} tokens; lower it, or raise pool_tokens"
+                    f"{pages * page_tokens} tokens; lower it (growth_tokens of an engine), or raise pool_tokens"
                 )
         return PoolSteps(base * page_units, chunk * page_units, pages * page_units)

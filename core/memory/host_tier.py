@@ -296,8 +296,21 @@ def available_memory() -> int:
 
 def _allocate(units: int, kv: Tensor) -> Tensor:
     """The host pool's memory, uninitialised."""
-    shape = units + 1, *kv.shape[1:]
-    nbytes = math.prod(shape) * kv.element_size()
+    message = require_memory(units, kv)
+    try:
+        return torch.empty((units + 1, *kv.shape[1:]), dtype=kv.dtype, pin_memory=kv.is_cuda)
+    except RuntimeError as error:
+        raise ValueError(f"{message} ({error})") from error
+
+
+def require_memory(units: int, kv: Tensor) -> str:
+    """Refuse a host tier of units like those of ``kv`` that is larger than the memory; gives what there is to say if
+    it is refused later on.
+
+    Raises:
+        ValueError: with the bytes that it takes and those there are.
+    """
+    nbytes = math.prod((units + 1, *kv.shape[1:])) * kv.element_size()
     if kv.is_cuda:
         nbytes = 1 << (nbytes - 1).bit_length()  # torch rounds pinned memory up to a power of two
     available = available_memory()
@@ -307,7 +320,4 @@ def _allocate(units: int, kv: Tensor) -> Tensor:
     )
     if nbytes > available:
         raise ValueError(message)
-    try:
-        return torch.empty(shape, dtype=kv.dtype, pin_memory=kv.is_cuda)
-    except RuntimeError as error:
-        raise ValueError(f"{message} ({error})") from error
+    return message

@@ -19,7 +19,7 @@ class UnitAllocator(ABC):
     ::
 
         _is_free [total_units + 1]    bool    unit 0 is nobody's
-    _place   [total_units + 1]    int32   where in a call of ``free`` a unit is listed; means nothing afterwards
+        _place   [total_units + 1]    int32   where in a call of ``free`` a unit is listed; means nothing afterwards
 
     The map is the truth that a double free is caught by, and that ``check`` compares a policy's own structure with.
     A policy reads it and does not write it.

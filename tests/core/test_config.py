@@ -9,9 +9,20 @@ import torch
 
 from octavo.core import BatchError, Engine, EngineConfig, SamplingParams
 from octavo.core.policies import EVICTIONS, FixedPages
+from octavo.core.policies.lru_k import LruK
 from octavo.core.policies.page_divisors import WholePages
 
 NAN = float("nan")
+
+
+class Forgetful:
+    """Ranks, and does not say how many uses of a page it reads."""
+
+    def rank(self, pages, facts):
+        return np.zeros(len(pages))
+
+    def __repr__(self):
+        return "Forgetful"
 
 
 class TestEngineConfig:
@@ -46,6 +57,8 @@ class TestEngineConfig:
             ({"eviction": "lur"}, r"eviction='lur' is unknown; did you mean 'lru'"),
             ({"eviction": "belady"}, r"eviction='belady' is unknown"),
             ({"eviction": 4}, r"eviction must be a name or an EvictionPolicy, got 4"),
+            ({"eviction": LruK}, r"eviction=LruK is a class; give LruK\(\.\.\.\)"),
+            ({"eviction": Forgetful()}, r"history of the eviction policy Forgetful must be an integer .* got None"),
             ({"kv_dtype": "fp8"}, r"kv_dtype='fp8' is not built yet; use one of: auto, fp16, bf16, fp32"),
             ({"kv_dtype": "int4"}, r"kv_dtype='int4' is not built yet"),
             ({"kv_dtype": "float32"}, r"kv_dtype='float32' is unknown"),
@@ -56,6 +69,8 @@ class TestEngineConfig:
             ({"seed": "x"}, r"seed must be an integer, got 'x'"),
             ({"seed": 0.5}, r"seed must be an integer, got 0.5"),
             ({"page_policies": {"audio": 8}}, r"unknown segment kind 'audio'"),
+            ({"page_policies": {1: 8}}, r"unknown segment kind 1; known: text, image"),
+            ({"page_policies": {"image": WholePages}}, r"\['image'\]=WholePages is a class"),
             ({"page_policies": {"image": 0}}, r"page_policies\['image'\] .* got 0"),
             ({"page_policies": {"text": WholePages()}}, r"'text'\]=WholePages\(grain=8\): text grows while it is"),
             ({"page_tokens": 8, "page_policies": {"text": 16}}, r"page_tokens=8 and page_policies"),
@@ -102,6 +117,24 @@ class TestEngineConfig:
             EngineConfig().page_tokens = 3
         with pytest.raises(TypeError, match="page_tokns"):
             EngineConfig(page_tokns=3)
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"host_tokens": 10**12}, r"takes \d{15} bytes of host memory, and \d+ are available; lower host_tokens"),
+        ({"host_tokens": 10**30}, r"takes \d{33} bytes of host memory, and \d+ are available; lower host_tokens"),
+        (
+            {"max_seqs": 10**9},
+            r"=1000000000 sequences of 64 entries take 256000000000 bytes, and \d+ are available",
+        ),
+        ({"max_seqs": 10**30}, r"take \d{33} bytes, and \d+ are available; lower max_seqs or max_model_tokens"),
+        ({"base_share": 0.5, "growth_tokens": 10**9}, r"holds 400 tokens; lower it \(growth_tokens of an engine\)"),
+    ],
+)
+def test_more_than_there_is_memory_for(fields, message, t_model, engine_for):
+    with pytest.raises(ValueError, match=message):
+        engine_for(t_model, **fields)
 
 
 class TestSamplingParams:
