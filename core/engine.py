@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from octavo.core import sizing
+from octavo.core import interrupts, sizing
 from octavo.core.batch import Row, StepRunner
 from octavo.core.config import EngineConfig, SamplingParams
 from octavo.core.detokenizer import Detokenizer
@@ -226,15 +226,24 @@ class Engine:
         layout = self._text.extended(0, segments)
         request = self._new_request(tokens, params, request_id, method, priority, salt, layout=layout)
         sequence = TokenSequence(request, 0, TokenList(request.prompt), self._pool, self._plan)
-        self._enter(request, sequence)
-        self._scheduler.add(sequence)
+        with interrupts.held():
+            self._enter(request, sequence)
+            self._scheduler.add(sequence)
         return request.request_id
 
     def step(self) -> list[StepOutput]:
         """One forward pass for whoever is next, and the news it brings.
 
-        If it raises, no news is lost and every request goes on with the next step.
+        If it raises, no news is lost and every request goes on with the next step. Ctrl-C ends a forward pass at once,
+        and waits for the end of everything else.
         """
+        self._step()
+        news, self._undelivered = self._undelivered, []
+        return news
+
+    @interrupts.held()
+    def _step(self) -> None:
+        """Plan a step and compute it; news go to ``_undelivered``."""
         if not self._stepping.acquire(blocking=False):
             raise RuntimeError("another thread is in this engine's step(); an engine belongs to one thread at a time")
         try:
@@ -249,8 +258,6 @@ class Engine:
                 raise RuntimeError(f"no progress is possible: {self._describe_queues()}")
             if self.watch is not None:
                 self.watch.observe(self)
-            news, self._undelivered = self._undelivered, []
-            return news
         finally:
             self._stepping.release()
 
@@ -291,12 +298,14 @@ class Engine:
                         completions[output.request_id] = output.completion
                         waiting.remove(output.request_id)
         finally:
-            for request_id in waiting:
-                self.abort(request_id)
-            others += [output for output in self._undelivered if output.request_id not in waiting]
-            self._undelivered = others
+            with interrupts.held():
+                for request_id in waiting:
+                    self.abort(request_id)
+                others += [output for output in self._undelivered if output.request_id not in waiting]
+                self._undelivered = others
         return completions
 
+    @interrupts.held()
     def abort(self, request_id: str) -> None:
         """End a request now and give its pages back; its completion, with what it has, comes with the next step.
 
@@ -359,6 +368,7 @@ class Engine:
         """Counters and the state of the pool now."""
         return engine_stats(self)
 
+    @interrupts.held()
     def shrink(self) -> int:
         """Give memory of an elastic pool back to the system, as far as whole growth steps at its end are free; says how
         many bytes. Evicts nothing."""

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from octavo.core import interrupts
 from octavo.core.config import SamplingParams
 from octavo.core.interfaces import SparseMethod
 from octavo.core.outputs import Completion
@@ -56,6 +57,7 @@ class Session:
         self._layout = self._layout.extended(len(self.tokens), segments)
         self.tokens = self.tokens + tokens  # a new list: forks share the old one
 
+    @interrupts.held()
     def submit(self, params: SamplingParams | None = None, *, priority: int = 0) -> str:
         """Queue the next turn and give its request id; the history takes up the new tokens when it ends."""
         self._require_idle()
@@ -94,6 +96,7 @@ class Session:
         request_id = self.submit(params)
         return self._engine.finish([request_id])[request_id]
 
+    @interrupts.held()
     def fork(self) -> Session:
         """A session with the same history that shares every page; either may go on without the other noticing."""
         self._require_idle()
@@ -113,6 +116,7 @@ class Session:
                 self._engine.recorder.parked(twin._parked)
         return twin
 
+    @interrupts.held()
     def close(self) -> None:
         """Give the pages back. A turn that is under way is aborted."""
         if self._busy is not None:
