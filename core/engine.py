@@ -351,10 +351,7 @@ class Engine:
         scores = []
         for request, forced in requests:
             if request.sequences[0].finish_reason != "stop":
-                raise CapacityError(
-                    f"a prompt of {len(request.prompt)} tokens with a target of {len(forced)} could not be scored: the "
-                    f"pool has {self._pool.most_units} units, and {self._pool.pinned_units} of them are pinned"
-                )
+                raise CapacityError(capacity_report.not_scored(len(request.prompt), len(forced), self._pool))
             known = request.sequences[0].known_logprobs
             positions = range(len(request.prompt), len(request.prompt) + len(forced))
             scores.append([known[at][token] for at, token in zip(positions, forced, strict=True)])

@@ -8,11 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-_before: Callable[..., Any] | None = None
-"""What Ctrl-C does outside the block that holds it back; None outside of all."""
-
-_waiting: list[tuple[Any, ...]] = []
-"""What the handler gets that was there before, once the block ends."""
+_before: Callable[..., Any] | None = None  # what Ctrl-C does outside the block that holds it back; None outside of all
+_waiting: list[tuple[Any, ...]] = []  # what the handler that was there before gets, once the block ends
 
 
 def _wait(*args: Any) -> None:

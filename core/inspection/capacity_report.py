@@ -47,6 +47,14 @@ def never_fits(layout: PageLayout, plan: LayerPlan, prompt: int, required: int, 
     )
 
 
+def not_scored(prompt: int, target: int, pool: PagePool) -> str:
+    """A score ended early, though its request could fit a pool that holds nothing else."""
+    return (
+        f"a prompt of {prompt} tokens with a target of {target} could not be scored: the pool has {pool.most_units} "
+        f"units, and {pool.pinned_units} of them are pinned"
+    )
+
+
 def pool_memory(
     units: int,
     unit_bytes: int,
