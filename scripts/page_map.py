@@ -33,6 +33,9 @@ TEMPLATE = Path(__file__).with_suffix(".html")
 MAX_BYTES = 1_500_000
 """Of a map in a page; what is longer loses every second frame, as often as need be."""
 
+MAX_NAME = 200
+"""Characters of a request id that are shown."""
+
 
 def section(watch: PageWatch, max_bytes: int = MAX_BYTES) -> str:
     """A ``<section>`` with the map of a watch that has seen a step; "" if it has seen none."""
@@ -67,7 +70,7 @@ def encode(watch: PageWatch) -> str:
         "unit_tokens": watch.unit_tokens,
         "states": STATES,
         "used_states": np.flatnonzero(used).tolist(),
-        "requests": watch.requests,
+        "requests": [request if len(request) <= MAX_NAME else request[:MAX_NAME] + "..." for request in watch.requests],
         "seconds": moments["seconds"].round(3).tolist(),
         **{key: moments[key].tolist() for key in ("step", "running", "waiting", "evictions", "preemptions")},
         **{

@@ -120,6 +120,15 @@ def test_it_needs_nothing_from_elsewhere(watch: PageWatch) -> None:
     assert "</script><b>" not in page and len(page) < 40_000
 
 
+def test_names_are_data_and_cut_when_they_are_long(watch: PageWatch) -> None:
+    watch.requests[0] = "</script><script>alert(1)</script>" + "x" * 10_000
+    page = page_map.document(watch)
+    assert "alert" not in page
+    header, _ = decoded(page)
+    assert header["requests"][0] == watch.requests[0][:200] + "..."
+    assert header["requests"][1:] == watch.requests[1:]
+
+
 def test_a_watch_that_saw_nothing_has_no_map() -> None:
     assert page_map.section(PageWatch()) == ""
 
