@@ -10,7 +10,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.core import interrupts
 from octavo.core.attention import DecodeGroup, PagedStep, PrefillGroup
 from octavo.core.config import EngineConfig
 from octavo.core.hf_model import HFModel
@@ -87,10 +86,7 @@ class StepRunner:
         positions = np.concatenate([np.arange(c.start, c.end) for c in chunks])
         first = dict(zip(map(id, chunks), np.cumsum([0, *(c.count for c in chunks)]).tolist(), strict=False))
         wanted = np.array([first[id(r.chunk)] + r.position - r.chunk.start for r in rows], np.int64)
-        with interrupts.let_through():
-            logits = self._model.forward(
-                self._to_device(ids), self._to_device(positions), self._to_device(wanted), step
-            )
+        logits = self._model.forward(self._to_device(ids), self._to_device(positions), self._to_device(wanted), step)
         self._account(step, chunks)
         return logits, rows
 

@@ -109,11 +109,9 @@ class EngineConfig:
         if isinstance(self.eviction, str):
             _known("eviction", self.eviction, tuple(EVICTIONS))
         elif isinstance(self.eviction, type):
-            raise ValueError(f"eviction must be an object, not the class {self.eviction.__name__}; make one of it")
+            raise ValueError(f"eviction={self.eviction.__name__} is a class; give {self.eviction.__name__}(...)")
         elif not callable(getattr(self.eviction, "rank", None)):
             raise ValueError(f"eviction must be a name or an EvictionPolicy, got {self.eviction!r}")
-        elif isinstance(self.eviction, type):
-            raise ValueError(f"eviction={self.eviction.__name__} is a class; give {self.eviction.__name__}(...)")
         else:
             _positive_int(f"history of the eviction policy {self.eviction!r}", getattr(self.eviction, "history", None))
         _known("kv_dtype", self.kv_dtype, tuple(KV_DTYPES), KV_DTYPES_LATER)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from octavo.core import interrupts
 from octavo.core.attention import AttentionStep, octavo_attention
 from octavo.core.errors import UnsupportedModelError
 from octavo.core.interfaces import LayerTraits, ModelSpec
@@ -77,7 +78,8 @@ class HFModel:
         """Logits fp32 [R, vocabulary] of the ``rows`` int64 [R] among the T packed tokens; ids and positions [T]."""
         extra = {"logits_to_keep": rows} if self._keeps_logits else {}
         plain = torch.autocast(self.device.type, enabled=False)  # the caller's autocast is not meant for octavo
-        with torch.inference_mode(), plain, self._octavo_attention(), self._linears.used():
+        # Ctrl-C may end the pass, and not what is put up for it and taken down again.
+        with torch.inference_mode(), plain, self._octavo_attention(), self._linears.used(), interrupts.let_through():
             output = self.model(
                 input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, octavo_step=step, **extra
             )
@@ -87,9 +89,9 @@ class HFModel:
     @contextmanager
     def _octavo_attention(self) -> Iterator[None]:
         before = [config._attn_implementation for config in self._configs]
-        for config in self._configs:
-            config._attn_implementation = "octavo"
         try:
+            for config in self._configs:
+                config._attn_implementation = "octavo"
             yield
         finally:
             for config, name in zip(self._configs, before, strict=True):

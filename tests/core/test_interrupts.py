@@ -97,15 +97,17 @@ def test_a_forward_pass_ends_at_once(t_model, engine_for, monkeypatch, drain):
     engine = engine_for(t_model)
     engine.submit([5, 6, 7], SamplingParams(max_tokens=2))
 
-    def forward(*_):
+    def forward(*_, **__):
         signal.raise_signal(signal.SIGINT)
         pytest.fail("it went on")
 
+    attention = t_model.config._attn_implementation
     with monkeypatch.context() as patch:
-        patch.setattr(engine._model, "forward", forward)
+        patch.setattr(t_model, "forward", forward)
         with pytest.raises(KeyboardInterrupt):
             engine.step()
     engine.check()
+    assert t_model.config._attn_implementation == attention
     assert len(drain(engine).completions) == 1
 
 
