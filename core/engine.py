@@ -37,7 +37,7 @@ from octavo.core.scheduler import Scheduler, StepPlan
 from octavo.core.sequence import Request
 from octavo.core.sequence import Sequence as TokenSequence
 from octavo.core.session import Session
-from octavo.core.token_list import TokenList
+from octavo.core.shared_list import SharedList
 
 if TYPE_CHECKING:
     from octavo.core.inspection.page_watch import PageWatch
@@ -225,7 +225,7 @@ class Engine:
         tokens, segments = self._prompts.read_segments(prompt)
         layout = self._text.extended(0, segments)
         request = self._new_request(tokens, params, request_id, method, priority, salt, layout=layout)
-        sequence = TokenSequence(request, 0, TokenList(request.prompt), self._pool, self._plan)
+        sequence = TokenSequence(request, 0, SharedList(request.prompt), self._pool, self._plan)
         with interrupts.held():
             self._enter(request, sequence)
             self._scheduler.add(sequence)
@@ -343,7 +343,7 @@ class Engine:
             request = self._new_request(prefix, params, None, method, 0, None, len(forced), layout)
             requests.append((request, forced))
         for request, forced in requests:
-            sequence = TokenSequence(request, 0, TokenList(request.prompt, forced), self._pool, self._plan)
+            sequence = TokenSequence(request, 0, SharedList(request.prompt, forced), self._pool, self._plan)
             sequence.forced = True
             sequence.logprobs_from = len(request.prompt)
             self._enter(request, sequence)
@@ -532,7 +532,7 @@ class Engine:
         children = []
         while request.unforked:
             request.unforked -= 1
-            child = TokenSequence(request, len(request.sequences), TokenList(request.prompt), self._pool, self._plan)
+            child = TokenSequence(request, len(request.sequences), SharedList(request.prompt), self._pool, self._plan)
             child.adopt_prefix(first)
             self._enter(request, child)
             if not self._scheduler.run(child):

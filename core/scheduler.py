@@ -17,6 +17,7 @@ from octavo.core.memory.page_layout import PageLayout
 from octavo.core.memory.page_pool import PagePool, Units
 from octavo.core.memory.prefix_cache import Node, PageKey
 from octavo.core.sequence import PrefixMatch, Sequence, match_prefix
+from octavo.core.shared_list import SharedList
 
 
 @dataclass
@@ -268,7 +269,7 @@ class Scheduler:
         for table, pages in zip(sequence.tables, match.pages, strict=True):
             table.append(pages)
         self._pool.book.touch(found, sequence.request.priority)
-        sequence.computed, sequence.nodes = hit_tokens, match.nodes
+        sequence.computed, sequence.nodes = hit_tokens, SharedList(match.nodes)
         self.waiting.remove(sequence)
         self.running.append(sequence)
         if self.recorder is not None:

@@ -18,7 +18,7 @@ from octavo.core.memory.page_layout import PageLayout
 from octavo.core.memory.page_pool import PagePool, Pages
 from octavo.core.memory.prefix_cache import Node, PageKey, Parent, PrefixCache, page_key
 from octavo.core.outputs import Completion, Sample, TokenLogprobs
-from octavo.core.token_list import TokenList
+from octavo.core.shared_list import SharedList
 
 if TYPE_CHECKING:
     from octavo.core.detokenizer import Detokenizer
@@ -94,7 +94,7 @@ class Sequence:
     shaped by the method, and the keys of its pages say so.
     """
 
-    def __init__(self, request: Request, sample: int, tokens: TokenList, pool: PagePool, plan: LayerPlan) -> None:
+    def __init__(self, request: Request, sample: int, tokens: SharedList[int], pool: PagePool, plan: LayerPlan) -> None:
         self.request = request
         self.sample = sample
         self.tokens = tokens
@@ -115,8 +115,8 @@ class Sequence:
         self.decode_steps = 0
         self.kv_bytes_read = 0
         self.digest_bytes_read = 0
-        self._keys: list[PageKey] = []
-        self.nodes: list[Node] = []
+        self._keys: SharedList[PageKey] = SharedList()
+        self.nodes: SharedList[Node] = SharedList()
 
     @property
     def table(self) -> BlockTable:
@@ -231,12 +231,12 @@ class Sequence:
         """Start where ``parent`` is: share its pages, its keys and what is known of its prompt."""
         self.tables = [table.fork() for table in parent.tables]
         self.computed = parent.computed
-        self._keys, self.nodes = parent._keys.copy(), parent.nodes.copy()
+        self._keys, self.nodes = parent._keys.fork(), parent.nodes.fork()
 
     def inherit(self, previous: Sequence) -> None:
         """Take over the pages, and what is known of them, of a sequence that begins like this one."""
         self.tables, self.computed, self.nodes = previous.tables, previous.computed, previous.nodes
-        self._keys = previous._keys[: len(previous.nodes)]
+        self._keys = SharedList(previous._keys[: len(previous.nodes)])
         for table in self.tables:
             table.stale_from = 0
 
@@ -255,15 +255,15 @@ class Sequence:
         for table in self.tables:
             table.truncate(pages)
         self.computed = tokens
-        self.nodes = self.nodes[:pages]
-        self._keys = self._keys[:pages]
+        self.nodes = SharedList(self.nodes[:pages])
+        self._keys = SharedList(self._keys[:pages])
 
     def rewind(self) -> None:
         """Give every page back; the tokens stay and will be computed again, or found in the prefix cache."""
         for table in self.tables:
             table.release()
         self.computed = 0
-        self.nodes = []
+        self.nodes = SharedList()
 
 
 class PrefixMatch(NamedTuple):

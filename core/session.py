@@ -12,7 +12,7 @@ from octavo.core.interfaces import SparseMethod
 from octavo.core.outputs import Completion
 from octavo.core.sequence import Sequence as TokenSequence
 from octavo.core.sequence import SparseSpan
-from octavo.core.token_list import TokenList
+from octavo.core.shared_list import SharedList
 
 if TYPE_CHECKING:
     from octavo.core.engine import Engine
@@ -71,7 +71,7 @@ class Session:
             self.tokens.copy(), params, None, self._method, priority, self._salt, layout=self._layout
         )
         request.keep = self._take_back
-        sequence = TokenSequence(request, 0, TokenList(request.prompt), engine._pool, engine._plan)
+        sequence = TokenSequence(request, 0, SharedList(request.prompt), engine._pool, engine._plan)
         if self._method is not None:
             sequence.sparse_spans = [*self._spans, *sequence.sparse_spans]
         engine._enter(request, sequence)

@@ -12,6 +12,7 @@ from octavo.core.memory.device_tables import DeviceTables
 from octavo.core.memory.page_layout import PageLayout, Segment
 from octavo.core.memory.prefix_cache import root_key
 from octavo.core.policies import FixedPages
+from octavo.core.shared_list import SharedList
 from octavo.kernels import ops, reference
 from octavo.kernels.layout import entry_units, entry_valid
 
@@ -262,7 +263,7 @@ class TestCheck:
             (lambda e, s: e._scheduler.running.remove(s), "count .* leaves"),
             (lambda e, s: setattr(s, "computed", 99), "99 tokens are computed in 3 pages"),
             (lambda e, s: e._pool.index.node(1).pages[0].append(9), r"pages of nodes \[1, 2, 9\] differ from"),
-            (lambda e, s: s.nodes.reverse(), "indexed for another prefix"),
+            (lambda e, s: setattr(s, "nodes", SharedList([*s.nodes][::-1])), "indexed for another prefix"),
             (lambda e, s: e._requests.clear(), "0 sequences are live, 1 are queued"),
             (lambda e, s: e._scheduler._computing.update({b"key": stranger(e, s)}), "do not run"),
             (lambda e, s: e._pool._allocator._stack.__setitem__(-1, 1), "units are listed as free"),

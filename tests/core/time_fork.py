@@ -14,7 +14,7 @@ from octavo.core.memory.page_pool import PagePool
 from octavo.core.memory.prefix_cache import PrefixCache, root_key
 from octavo.core.policies import ALLOCATORS, EVICTIONS, FixedPages
 from octavo.core.sequence import Request, Sequence
-from octavo.core.token_list import TokenList
+from octavo.core.shared_list import SharedList
 
 TOKENS, PAGE, FORKS = 131_072, 16, 2_000
 
@@ -26,7 +26,7 @@ def long_sequence() -> tuple[PagePool, Sequence]:
     request = Request(
         "long", prompt, SamplingParams(), None, 0, 0, 0, root_key(), PageLayout([], {"text": FixedPages(PAGE)}, PAGE), 0
     )
-    sequence = Sequence(request, 0, TokenList(prompt), pool, LayerPlan.of((0,)))
+    sequence = Sequence(request, 0, SharedList(prompt), pool, LayerPlan.of((0,)))
     sequence.table.append(pool.allocate(TOKENS // PAGE))
     parent = request.root
     for page, key in enumerate(sequence.keys(TOKENS // PAGE)):
