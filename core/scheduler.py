@@ -10,10 +10,8 @@ import numpy as np
 
 from octavo.core.config import EngineConfig
 from octavo.core.inspection.trace_recorder import TraceRecorder
-from octavo.core.memory.block_table import BlockTable
 from octavo.core.memory.host_tier import HostTier
 from octavo.core.memory.layer_groups import LayerPlan
-from octavo.core.memory.page_layout import PageLayout
 from octavo.core.memory.page_pool import PagePool, Units
 from octavo.core.memory.prefix_cache import Node, PageKey
 from octavo.core.sequence import PrefixMatch, Sequence, match_prefix
@@ -320,21 +318,11 @@ class Scheduler:
         for table in sequence.tables:
             if first < table.n_pages and table.copy_needed(first):
                 plan.copies.append(table.copy_on_write(first))
-            self._extend(table, last, layout)
+            table.extend(last, layout)
         plan.chunks.append(Chunk(sequence, sequence.computed, count))
         if self.recorder is not None:
             self.recorder.placed(sequence, sequence.computed + count)
         sequence.served_at = self._step
-
-    def _extend(self, table: BlockTable, last: int, layout: PageLayout) -> None:
-        """Let a table have ``last`` pages."""
-        if layout.uniform:
-            missing = last - table.n_pages
-            if missing > 0:
-                table.append(self._pool.allocate(missing, layout.page_entries(0) * table.slices, table.near))
-            return
-        for page in range(table.n_pages, last):
-            table.append(self._pool.allocate(1, layout.page_entries(page) * table.slices, table.near))
 
     def _preempt(self, sequence: Sequence, plan: StepPlan) -> None:
         """Preempt a sequence while planning: its chunk, if it has one, leaves the plan."""

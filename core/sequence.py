@@ -241,13 +241,9 @@ class Sequence:
             table.stale_from = 0
 
     def truncate(self, tokens: int) -> None:
-        """Forget the KV past ``tokens``. A page that was full is let go of whole, since it may be findable or have a
-        digest, and must then keep what these say it holds. Where pages behind a window are gone that are seen again
-        from there, everything is let go of."""
-        layout, pages = self.layout, self.layout.pages_for(tokens)
-        if pages and tokens < layout.end_token(pages - 1) and layout.is_sealed_full(pages - 1, self.computed):
-            pages -= 1
-            tokens = layout.first_token(pages)
+        """Forget the KV past ``tokens``, and of a page that was full all of it (``PageLayout.kept``). Where pages
+        behind a window are gone that are seen again from there, everything is let go of."""
+        pages, tokens = self.layout.kept(tokens, self.computed)
         for number, table in enumerate(self.tables):
             if tokens and table.first_page > self.first_seen(number, tokens):
                 self.rewind()

@@ -60,6 +60,11 @@ def kv_dtype(config: EngineConfig, spec: ModelSpec) -> torch.dtype:
     return dtype
 
 
+def text_page_units(config: EngineConfig, plan: LayerPlan) -> int:
+    """Units of a text page, over all layers."""
+    return config.text_page_tokens // config.unit_tokens * plan.slices
+
+
 def pool_units(
     config: EngineConfig, spec: ModelSpec, plan: LayerPlan, dtype: torch.dtype, longest: int, device: torch.device
 ) -> int:
@@ -68,7 +73,7 @@ def pool_units(
     ``pool_tokens`` tokens have room in every layer; where layers let go of what lies behind their window, more fit.
     """
     page_tokens = config.text_page_tokens
-    page_units = page_tokens // config.unit_tokens * plan.slices
+    page_units = text_page_units(config, plan)
     if config.pool_tokens is not None:
         return -(-config.pool_tokens // page_tokens) * page_units
     page_bytes = page_tokens * spec.kv_bytes_per_token(dtype.itemsize)
@@ -103,7 +108,7 @@ def allocate_pool(
         raise ValueError(f"a pool of {units} units is more than the {MAX_UNITS - 1} that a table entry can name")
     unit_shape = pool_shape(units, plan.unit_layers, spec.kv_heads, config.unit_tokens, spec.head_dim)[1:]
     page_tokens = config.text_page_tokens
-    page_units = page_tokens // config.unit_tokens * plan.slices
+    page_units = text_page_units(config, plan)
     steps = Growth(config.base_share, config.growth_tokens).steps(
         units // page_units,
         page_units=page_units,
@@ -137,7 +142,7 @@ def host_tier(config: EngineConfig, plan: LayerPlan, kv: Tensor, backend: str, i
     if not config.host_tokens:
         return None
     page_tokens = config.text_page_tokens
-    units = -(-config.host_tokens // page_tokens) * (page_tokens // config.unit_tokens) * plan.slices
+    units = -(-config.host_tokens // page_tokens) * text_page_units(config, plan)
     require_memory(units, kv)
     return HostTier(units, kv, backend, ALLOCATORS[config.allocator](units), index)
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 WATCH_SECONDS = 0.5
 QUIET_SHARE = 0.9
@@ -33,6 +35,16 @@ def watch(seconds: float = WATCH_SECONDS) -> Load:
     time.sleep(seconds)
     idle = (_idle_ticks(cores) - before) / os.sysconf("SC_CLK_TCK") / seconds
     return Load(os.getloadavg()[0], min(idle, len(cores)), len(cores))
+
+
+def busy_rounds(samples: Iterable[Mapping[str, Any]], *round_keys: str) -> list[str]:
+    """A note, if some rounds of a run were timed on a machine that was not quiet; ``round_keys`` are the keys of a
+    sample that tell rounds apart. A sample carries the fields of the ``Load`` that was seen before its round."""
+    loads = {tuple(s[key] for key in round_keys): Load(s["load_1m"], s["free_cores"], s["cores"]) for s in samples}
+    busy = [at for at, load in loads.items() if not load.quiet]
+    if not busy:
+        return []
+    return [f"The machine was not quiet before {len(busy)} of {len(loads)} rounds: take the figures again."]
 
 
 def _idle_ticks(cores: set[int]) -> int:

@@ -183,17 +183,12 @@ class _Machine:
         return sequence
 
     def _fork(self, number: int, parent_number: int, shared: int) -> None:
-        """Share the first tokens of a parent; a page that was full and is cut is let go of whole, as it may be
-        findable."""
+        """Share the first tokens of a parent."""
         sequence = self._begin(number, None)
         parent = self.live.get(parent_number)
         if parent is None or not parent.table.n_pages:
             return
-        layout, shared = sequence.layout, min(shared, parent.computed)
-        pages = layout.pages_for(shared)
-        if pages and shared < layout.end_token(pages - 1) and layout.is_sealed_full(pages - 1, parent.computed):
-            pages -= 1
-            shared = layout.first_token(pages)
+        pages, shared = sequence.layout.kept(min(shared, parent.computed), parent.computed)
         sequence.table = parent.table.fork()
         sequence.table.truncate(pages)
         sequence.nodes = parent.nodes[:pages]
@@ -232,7 +227,7 @@ class _Machine:
             self.lookups.append((self.time_s, max(opened, end), start))
         if copies:
             table.copy_on_write(first)
-        self._extend(table, last, layout)
+        table.extend(last, layout)
         if grows:
             self._fill(table, layout, first, last, end)
         self._set_computed(sequence, end)
@@ -250,14 +245,6 @@ class _Machine:
             nodes.append(node)
             parent = node
         return nodes
-
-    def _extend(self, table: BlockTable, last: int, layout: PageLayout) -> None:
-        if layout.uniform:
-            if last > table.n_pages:
-                table.append(self.pool.allocate(last - table.n_pages, layout.page_entries(0), table.near))
-            return
-        for page in range(table.n_pages, last):
-            table.append(self.pool.allocate(1, layout.page_entries(page), table.near))
 
     def _fill(self, table: BlockTable, layout: PageLayout, first: int, last: int, end: int) -> None:
         """Note how many tokens pages ``first`` to ``last`` (exclusive) hold now."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from octavo.core.outputs import EngineStats
+from octavo.core.sizing import text_page_units
 
 if TYPE_CHECKING:
     from octavo.core.engine import Engine
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 def engine_stats(engine: Engine) -> EngineStats:
     """See ``Engine.stats``."""
     pool, scheduler, runner, host = engine._pool, engine._scheduler, engine._runner, engine._host
-    page_units = engine.config.text_page_tokens // engine.config.unit_tokens * engine._plan.slices
+    page_units = text_page_units(engine.config, engine._plan)
     device = runner.kv.device
     return EngineStats(
         units_total=pool.total_units,

@@ -106,6 +106,16 @@ class BlockTable:
             self.first_page += int(np.argmax(pages > 0)) if pages.any() else len(pages)
         self.n_pages += len(pages)
 
+    def extend(self, pages: int, layout: PageLayout) -> None:
+        """Let the table have ``pages`` pages of a sequence laid out so. Precondition: as many units are available."""
+        if layout.uniform:
+            missing = pages - self.n_pages
+            if missing > 0:
+                self.append(self._pool.allocate(missing, layout.page_entries(0) * self.slices, self.near))
+            return
+        for page in range(self.n_pages, pages):
+            self.append(self._pool.allocate(1, layout.page_entries(page) * self.slices, self.near))
+
     def fork(self) -> BlockTable:
         """A table of the same pages; costs one count a leaf and nothing a page."""
         twin = BlockTable(self._pool, self.slices)

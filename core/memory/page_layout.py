@@ -196,6 +196,14 @@ class PageLayout:
         """Whether the first ``computed`` tokens include all that a page can ever hold: it may be published."""
         return self.end_token(page) <= computed
 
+    def kept(self, tokens: int, computed: int) -> tuple[int, int]:
+        """Pages and tokens that stay when ``computed`` tokens are cut to the first ``tokens``: a page that was full and
+        is cut goes whole, since it may be findable or have a digest, and must then keep what these say it holds."""
+        pages = self.pages_for(tokens)
+        if pages and tokens < self.end_token(pages - 1) and self.is_sealed_full(pages - 1, computed):
+            return pages - 1, self.first_token(pages - 1)
+        return pages, tokens
+
     def full_pages(self, tokens: int) -> int:
         """Pages of which all tokens are among the first ``tokens``: those that may be published."""
         pages = self.pages_for(tokens)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from octavo.scripts import build, report, workloads
-from octavo.scripts.machine_load import watch
+from octavo.scripts.machine_load import busy_rounds, watch
 from octavo.scripts.progress import console, counting, waiting
 from octavo.scripts.refusal import ConfigError
 from octavo.scripts.run import Run, Sample
@@ -85,7 +85,7 @@ def run(config: Knobs, run: Run) -> None:
     for line in _findings(found):
         console.print(line, style="bold", markup=False, highlight=False)
     figures = {"knobs": small_multiples(found, _defaults(config, positions))}
-    report.publish(run, config, found, plots=figures, notes=(*NOTES, *_busy(run.samples)))
+    report.publish(run, config, found, plots=figures, notes=(*NOTES, *busy_rounds(run.samples, "round")))
 
 
 def mixed(workload: Workload, requests: int) -> Workload:
@@ -248,16 +248,6 @@ def _findings(found: Sequence[Row]) -> list[str]:
                 f"{row['preemptions']} preemptions"
             )
     return said
-
-
-def _busy(samples: Sequence[Sample]) -> list[str]:
-    from octavo.scripts.machine_load import Load
-
-    loads = {s["round"]: Load(s["load_1m"], s["free_cores"], s["cores"]) for s in samples}
-    busy = [number for number, load in loads.items() if not load.quiet]
-    if not busy:
-        return []
-    return [f"The machine was not quiet before {len(busy)} of {len(loads)} rounds: take the figures again."]
 
 
 def small_multiples(found: Sequence[Row], defaults: Mapping[str, int]) -> Figure:

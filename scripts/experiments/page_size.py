@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from octavo.scripts import build, report, workloads
-from octavo.scripts.machine_load import watch
+from octavo.scripts.machine_load import busy_rounds, watch
 from octavo.scripts.page_costs import Facts, host_seconds, measure, memory, serve
 from octavo.scripts.page_waste import waste_rows
 from octavo.scripts.progress import console, counting, waiting
@@ -76,7 +76,7 @@ def run(config: PageSize, run: Run) -> None:
     for line in said:
         console.print(line, style="bold", markup=False, highlight=False)
     plots = {"page_size": speed_plot(found), "page_cost": cost_plot(run.samples), "page_waste": waste_plot(found)}
-    report.publish(run, config, found, plots=plots, notes=(*said, *NOTES, *_busy(run.samples)))
+    report.publish(run, config, found, plots=plots, notes=(*said, *NOTES, *busy_rounds(run.samples, "item", "round")))
 
 
 def _rounds(
@@ -199,16 +199,6 @@ def _claims(rows: Sequence[Row]) -> list[str]:
         for row in rows
         if "tokens_per_s_change_percent" in row
     ]
-
-
-def _busy(samples: Sequence[Sample]) -> list[str]:
-    from octavo.scripts.machine_load import Load
-
-    loads = {(s["item"], s["round"]): Load(s["load_1m"], s["free_cores"], s["cores"]) for s in samples}
-    busy = [at for at, load in loads.items() if not load.quiet]
-    if not busy:
-        return []
-    return [f"The machine was not quiet before {len(busy)} of {len(loads)} rounds: take the figures again."]
 
 
 def _refuse_too_long(workload: Workload, model: Any) -> None:

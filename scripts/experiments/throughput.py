@@ -10,7 +10,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from octavo.scripts import build, report, workloads
-from octavo.scripts.machine_load import watch
+from octavo.scripts.machine_load import busy_rounds, watch
 from octavo.scripts.progress import console, counting, waiting
 from octavo.scripts.refusal import ConfigError
 from octavo.scripts.run import Run, Sample
@@ -61,7 +61,7 @@ def run(config: Throughput, run: Run) -> None:
     watch = _watch(config, model, loads[-1]) if config.page_map else None
 
     found = rows(run.samples)
-    notes += _busy(run.samples)
+    notes += busy_rounds(run.samples, "item", "round")
     for line in _ratios(found):
         console.print(line, style="bold", markup=False, highlight=False)
     notes = [*NOTES, *dict.fromkeys(notes)]
@@ -190,16 +190,6 @@ def _ratios(rows: Sequence[Row]) -> list[str]:
     return ratios + [
         f"{r['task']}: octavo reaches {r['percent_of_floor']:.0f} % of the linears-only floor" for r in ours
     ]
-
-
-def _busy(samples: Sequence[Sample]) -> list[str]:
-    from octavo.scripts.machine_load import Load
-
-    loads = {(s["item"], s["round"]): Load(s["load_1m"], s["free_cores"], s["cores"]) for s in samples}
-    busy = [at for at, load in loads.items() if not load.quiet]
-    if not busy:
-        return []
-    return [f"The machine was not quiet before {len(busy)} of {len(loads)} rounds: take the figures again."]
 
 
 def _refuse_too_long(loads: Sequence[Workload], model: Any) -> None:
