@@ -16,7 +16,7 @@ from octavo.core import interrupts
 from octavo.core.attention import AttentionStep, octavo_attention
 from octavo.core.errors import UnsupportedModelError
 from octavo.core.interfaces import LayerTraits, ModelSpec
-from octavo.kernels.cpu_linear import PackedLinears
+from octavo.kernels.cpu.linear import PackedLinears
 
 PROBE_TOKENS = 3
 

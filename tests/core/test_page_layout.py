@@ -12,8 +12,8 @@ from octavo.core.memory.page_layout import PageLayout, Segment, predicted_waste
 from octavo.core.policies.page_divisors import DivisorPages, RowPages, WholePages
 from octavo.core.policies.page_size import FixedPages, RatioPages
 from octavo.core.policies.page_sqrt import SqrtPages
-from octavo.kernels import reference
 from octavo.kernels.layout import SCRATCH_UNIT, pack_entries, pool_shape
+from octavo.kernels.reference import backend as reference
 
 TEXT16 = {"text": FixedPages(16), "image": FixedPages(24)}
 

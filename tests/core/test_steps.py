@@ -13,8 +13,9 @@ from octavo.core.memory.page_layout import PageLayout, Segment
 from octavo.core.memory.prefix_cache import root_key
 from octavo.core.policies import FixedPages
 from octavo.core.shared_list import SharedList
-from octavo.kernels import ops, reference
+from octavo.kernels import ops
 from octavo.kernels.layout import entry_units, entry_valid
+from octavo.kernels.reference import backend as reference
 
 GREEDY = {"ignore_eos": True}
 

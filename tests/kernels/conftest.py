@@ -39,10 +39,12 @@ def poisoned_memory(monkeypatch):
 
 
 @pytest.fixture
-def small_tiles(monkeypatch):
+def small_tiles():
     """Tiles of 16 slots, so that short sequences have many of them, and units that are larger than a tile."""
-    from octavo.kernels import triton_decode, triton_prefill
+    from octavo.kernels.triton import settings
 
-    monkeypatch.setattr(triton_decode, "SETTINGS", dict.fromkeys(triton_decode.SETTINGS, (16, 4, 1)))
-    monkeypatch.setattr(triton_prefill, "SETTINGS", dict.fromkeys(triton_prefill.SETTINGS, (16, 16, 4, 1)))
-    monkeypatch.setattr(triton_decode, "MIN_SPLIT_TOKENS", 16)
+    with (
+        settings.trial("decode", BLOCK_N=16, num_stages=1, min_split_tokens=16),
+        settings.trial("prefill", BLOCK_M=16, BLOCK_N=16, num_stages=1),
+    ):
+        yield

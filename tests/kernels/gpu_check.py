@@ -1,7 +1,7 @@
 """Parity and speed of the Triton kernels on a GPU, by hand: ``python tests/kernels/gpu_check.py --out DIR``.
 
 octavo must be importable (installed, or on PYTHONPATH); pytest is not needed. Writes ``DIR/gpu_check.json``.
-``--sweep`` times the launch settings instead: edit the tables in ``triton_decode.py`` and ``triton_prefill.py`` after
+``--sweep`` times the launch settings instead: edit the tables in ``decode.py`` and ``prefill.py`` after
 its figures.
 
 Rules of the timing: CUDA-graph replay, at least 20 calls a graph, each on another layer of a page-major pool of over
@@ -28,8 +28,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels import reference, triton_decode, triton_ops, triton_prefill
 from octavo.kernels.layout import pack_entries, pool_shape
+from octavo.kernels.reference import backend as reference
+from octavo.kernels.triton import backend
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -134,7 +135,7 @@ class Paged:
 
 
 def time_kernel(paged: Paged, op: str) -> float:
-    function = getattr(triton_ops, op)
+    function = getattr(backend, op)
     return timed([lambda layer=layer: function(*paged.args(layer)) for layer in range(paged.layers)])
 
 
@@ -178,7 +179,7 @@ def time_all(read: float, matmul: float) -> list[dict]:
         op, lengths, capacity, queries = work(name)
         paged = Paged(lengths, capacity, queries)
         last = paged.args(paged.layers - 1)
-        found = error(getattr(triton_ops, op)(*last)[0], getattr(reference, op)(*last)[0])
+        found = error(getattr(backend, op)(*last)[0], getattr(reference, op)(*last)[0])
         us = time_kernel(paged, op)
         rival = time_rival(paged, lengths)
         count, floor_us = floor(lengths, queries, read, matmul)
@@ -202,48 +203,16 @@ def time_writes(read: float) -> list[dict]:
         k, v = torch.randn((2, 16, tokens, KV_HEADS, DIM), device="cuda", dtype=DTYPE)
         slots = torch.randperm(2048, device="cuda")[: math.ceil(tokens / UNIT), None] * UNIT + UNIT
         slots = (slots + torch.arange(UNIT, device="cuda")).flatten()[:tokens]
-        us = timed(
-            [lambda i=i, k=k, v=v, slots=slots: triton_ops.append(k[i], v[i], pool, i, slots) for i in range(16)]
-        )
+        us = timed([lambda i=i, k=k, v=v, slots=slots: backend.append(k[i], v[i], pool, i, slots) for i in range(16)])
         rows.append({"name": f"append {tokens}", "us": us, "bytes": 2 * tokens * TOKEN_BYTES})
     for count in (1, 64):
         order = (torch.randperm(2048, device="cuda") + 1).int()
         pairs = [order[i * 2 * count :][: 2 * count].view(count, 2).contiguous() for i in range(16)]
-        us = timed([lambda p=p: triton_ops.copy_units(pool, p) for p in pairs])
+        us = timed([lambda p=p: backend.copy_units(pool, p) for p in pairs])
         rows.append({"name": f"copy {count} units", "us": us, "bytes": 2 * count * pool[0].nbytes})
     for row in rows:
         share = 100 * row["bytes"] / row["us"] * 1e6 / read
         print(f"{row['name']:32s} {row['us']:9.1f} us   {row['bytes'] / 1e6:8.1f} MB   {share:5.1f} % of the read rate")
-    return rows
-
-
-def sweep() -> list[dict]:
-    """Launch settings of D = 128 in bf16 on the shapes that disagree most; each line is sorted by its first column."""
-    shapes = ["decode 1 x 1k", "decode 1 x 32k", "decode 8 x 8k", "decode 32 x 8k", "decode 32, ragged 256-32k"]
-    decodes = list(product((32, 64, 128), (2, 4, 8), (2, 3, 4), (2, 3, 4)))
-    prefills = list(product((64, 128), (32, 64, 128), (4, 8), (2, 3, 4)))
-    rows = []
-    for module, op, names, options in (
-        (triton_decode, "decode", shapes, decodes),
-        (triton_prefill, "prefill", ["prefill 4k", "prefill 512 on 32k"], prefills),
-    ):
-        inputs = {name: Paged(*work(name)[1:]) for name in names}
-        begin = time.monotonic()
-        for option in options:
-            settings = option
-            if op == "decode":
-                *settings, triton_decode.PROGRAMS_PER_SM = option
-            module.SETTINGS[128, 2] = tuple(settings)
-            try:
-                us = {name: time_kernel(paged, op) for name, paged in inputs.items()}
-            except triton.OutOfResources:
-                continue
-            rows.append({"op": op, "settings": list(option)} | us)
-            print(op, option, "  ".join(f"{value:8.1f}" for value in us.values()), flush=True)
-            if time.monotonic() - begin > 200:
-                break
-        del inputs
-        torch.cuda.empty_cache()
     return rows
 
 
@@ -254,7 +223,7 @@ def parity(job: tuple[int, torch.dtype]) -> str | None:
     op = "prefill" if case.queries else "decode"
     inputs = build(case, dtype, "cuda")
     try:
-        check(getattr(triton_ops, op)(*inputs.args()), getattr(reference, op)(*inputs.args()), dtype, gain=case.gain)
+        check(getattr(backend, op)(*inputs.args()), getattr(reference, op)(*inputs.args()), dtype, gain=case.gain)
     except Exception as problem:
         return f"{case.name} {dtype}: {type(problem).__name__}: {str(problem)[-300:]}"
     return None
@@ -280,7 +249,6 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="folder for gpu_check.json")
     parser.add_argument("--workers", type=int, default=12, help="processes that compile and check in parallel")
     parser.add_argument("--only", choices=["parity", "time"], help="half of the check")
-    parser.add_argument("--sweep", action="store_true", help="time launch settings instead")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     properties = torch.cuda.get_device_properties(0)
@@ -293,16 +261,13 @@ def main() -> int:
         }
     }
     print(report["environment"], flush=True)
-    if options.sweep:
-        report["sweep"] = sweep()
-    else:
-        if options.only != "time":
-            report["parity"] = parity_all(options.workers)
-        if options.only != "parity":
-            read, matmul = rates()
-            print(f"read {read / 1e12:.2f} TB/s, bf16 product {matmul / 1e12:.0f} TFLOP/s", flush=True)
-            report |= {"read_bytes_per_s": read, "matmul_flop_per_s": matmul}
-            report["rows"] = time_all(read, matmul) + time_writes(read)
+    if options.only != "time":
+        report["parity"] = parity_all(options.workers)
+    if options.only != "parity":
+        read, matmul = rates()
+        print(f"read {read / 1e12:.2f} TB/s, bf16 product {matmul / 1e12:.0f} TFLOP/s", flush=True)
+        report |= {"read_bytes_per_s": read, "matmul_flop_per_s": matmul}
+        report["rows"] = time_all(read, matmul) + time_writes(read)
     (options.out / "gpu_check.json").write_text(json.dumps(report, indent=1))
     return 1 if report.get("parity", {}).get("failures") else 0
 

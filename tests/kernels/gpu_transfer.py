@@ -21,8 +21,8 @@ import torch
 import triton
 from torch import Tensor
 
-from octavo.kernels import triton_transfer
 from octavo.kernels.layout import pool_shape
+from octavo.kernels.triton import settings, transfer
 
 CALL_BYTES = 256 << 20
 RIVAL_UNITS = 2048
@@ -81,7 +81,7 @@ def arrived(source: Tensor, target: Tensor, pairs: Tensor) -> bool:
     listed = pairs.long().cpu()
     target[listed[:, 1].to(target.device)] = -1.0
     torch.cuda.synchronize()
-    triton_transfer.transfer(source, target, pairs)
+    transfer.transfer(source, target, pairs)
     torch.cuda.synchronize()
     got, want = (pool[unit.to(pool.device)].cuda() for pool, unit in ((target, listed[:, 1]), (source, listed[:, 0])))
     return torch.equal(got.view(torch.int16), want.view(torch.int16))
@@ -104,13 +104,13 @@ def measure(size: str, pools: Pools, way: str) -> dict:
     row: dict = {"unit": size, "way": way, "settings": []}
     large = pools.large_copy(way)
     for tile, programs in product(TILE_BYTES, PROGRAMS):
-        triton_transfer.TILE_BYTES, triton_transfer.PROGRAMS = tile, programs
         setting: dict = {"tile_bytes": tile, "programs": programs}
         try:
-            setting["correct"] = arrived(source, target, pairs)
-            setting["gb_per_s"] = gb_per_s(
-                lambda: triton_transfer.transfer(source, target, pairs), len(pairs) * pools.unit_bytes
-            )
+            with settings.trial("transfer", TILE_BYTES=tile, PROGRAMS=programs):
+                setting["correct"] = arrived(source, target, pairs)
+                setting["gb_per_s"] = gb_per_s(
+                    lambda: transfer.transfer(source, target, pairs), len(pairs) * pools.unit_bytes
+                )
         except Exception as problem:  # a setting that does not compile must not cost the others
             setting |= {"correct": False, "error": f"{type(problem).__name__}: {str(problem)[-300:]}"}
         row["settings"].append(setting)
@@ -154,7 +154,8 @@ def main() -> int:
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
-    defaults = triton_transfer.TILE_BYTES, triton_transfer.PROGRAMS
+    tuned = settings.launch("transfer", "any", torch.device("cuda"))
+    defaults = tuned["TILE_BYTES"], tuned["PROGRAMS"]
     assert defaults[0] in TILE_BYTES and defaults[1] in PROGRAMS, "the sweep leaves out the module's own settings"
     environment = {
         "device": torch.cuda.get_device_name(0),

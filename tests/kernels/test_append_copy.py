@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from octavo.kernels import ops, reference
+from octavo.kernels import ops
 from octavo.kernels.layout import pool_shape
+from octavo.kernels.reference import backend as reference
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, the gpu tests run the compiled kernels")
 TARGETS = [

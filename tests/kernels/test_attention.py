@@ -7,8 +7,11 @@ import pytest
 import torch
 from kernel_cases import DECODE, LARGE_DECODE, LARGE_PREFILL, LAYER, PREFILL, Case, build, check
 
-from octavo.kernels import cpu, ops, reference
+from octavo.kernels import ops
+from octavo.kernels.cpu import backend as cpu
+from octavo.kernels.cpu.attention import decode_gathered
 from octavo.kernels.layout import entry_units, pack_entries, pool_shape
+from octavo.kernels.reference import backend as reference
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -26,7 +29,7 @@ def ids(x):
 
 def call(op, backend, inputs):
     if backend == "cpu-gathered":  # what a machine without a compiler runs
-        return (cpu.decode_gathered if op == "decode" else cpu.prefill)(*inputs.args())
+        return (decode_gathered if op == "decode" else cpu.prefill)(*inputs.args())
     return getattr(ops, op)(*inputs.args(), backend)
 
 
@@ -51,12 +54,12 @@ def test_decode_triton(case, small_tiles):
 
 @interpreted
 @pytest.mark.parametrize("case", [case for case in DECODE if case.name in DIRECT_CASES], ids=ids)
-def test_decode_triton_without_splits(case, small_tiles, monkeypatch):
+def test_decode_triton_without_splits(case, small_tiles):
     """A table so short that one program finishes a row."""
-    from octavo.kernels import triton_decode
+    from octavo.kernels.triton import settings
 
-    monkeypatch.setattr(triton_decode, "MIN_SPLIT_TOKENS", 4096)
-    compare("triton", case, torch.float32)
+    with settings.trial("decode", min_split_tokens=4096):
+        compare("triton", case, torch.float32)
 
 
 @pytest.mark.parametrize("case", PREFILL, ids=ids)
@@ -206,11 +209,13 @@ def test_units_beyond_two_to_the_31_elements(backend):
     [(1, 8, 1024), (1, 8, 32768), (8, 8, 32768), (36, 1, 220_000), (512, 8, 4096), (0, 8, 512)],
 )
 def test_splits_fill_the_machine_and_no_more(batch, kv_heads, slots):
-    from octavo.kernels.triton_decode import MIN_SPLIT_TOKENS, PROGRAMS_PER_SM, ROUNDS, split_counts
+    from octavo.kernels.triton import settings
+    from octavo.kernels.triton.decode import split_counts
 
-    wanted, most = split_counts(batch, kv_heads, slots, 132)
-    assert wanted >= 1 and kv_heads * wanted <= PROGRAMS_PER_SM * 132 * ROUNDS
-    assert most <= batch * -(-slots // MIN_SPLIT_TOKENS)
+    tuned = settings.launch("decode", "128x2", torch.device("cpu"))
+    wanted, most = split_counts(batch, kv_heads, slots, 132, tuned)
+    assert wanted >= 1 and kv_heads * wanted <= tuned["programs_per_sm"] * 132 * tuned["rounds"]
+    assert most <= batch * -(-slots // tuned["min_split_tokens"])
     assert most <= wanted + batch
 
 

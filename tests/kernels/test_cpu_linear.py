@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from octavo.kernels.cpu_linear import PackedLinears
+from octavo.kernels.cpu.linear import PackedLinears
 
 
 def make(dtype=torch.bfloat16, bias=False):

@@ -11,10 +11,12 @@ import pytest
 import torch
 from kernel_cases import Case, build, check
 
-from octavo.kernels import cpu, cpu_native, reference
+from octavo.kernels.cpu import backend as cpu
+from octavo.kernels.cpu import native
 from octavo.kernels.layout import ID_SHIFT, entry_units, pack_entries
+from octavo.kernels.reference import backend as reference
 
-pytestmark = pytest.mark.skipif(not cpu_native._compiler(), reason="there is no C compiler")
+pytestmark = pytest.mark.skipif(not native._compiler(), reason="there is no C compiler")
 
 CASE = Case("native", (20, 37), mass=True)
 
@@ -26,7 +28,7 @@ def inputs_of(case=CASE, **changes):
 
 def agrees(inputs):
     """The compiled decode gives what the reference gives, NaN included."""
-    got, want = cpu_native.decode(*inputs.args()), reference.decode(*inputs.args())
+    got, want = native.decode(*inputs.args()), reference.decode(*inputs.args())
     assert got is not None
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5, equal_nan=True)
@@ -49,7 +51,7 @@ def test_what_a_query_sees_shows(case, kv, value):
     unit = int(entry_units(inputs.table)[0, 0, 0, 0])
     inputs.pool[unit, :, kv, 0, 3] = value
     agrees(inputs)
-    out = cpu_native.decode(*inputs.args())[0]
+    out = native.decode(*inputs.args())[0]
     assert not out[0, :2].isfinite().any() and out[0, 2:].isfinite().all() and out[1].isfinite().all()
 
 
@@ -75,7 +77,7 @@ def test_query_far_before_its_sequence(stored, window):
     case = Case("native-behind", (3000, 40), page=1, stored=stored, window=window, mass=True)
     inputs = inputs_of(case, q_pos=set_element(0, -2000))
     agrees(inputs)
-    assert not cpu_native.decode(*inputs.args())[0][0].any()
+    assert not native.decode(*inputs.args())[0][0].any()
 
 
 def test_valid_count_over_the_unit():
@@ -116,7 +118,7 @@ def test_nothing_outside_is_read(changes):
 @pytest.mark.parametrize("pool", [torch.Tensor.double, lambda x: x.repeat_interleave(8, 4)], ids=["fp64", "unit-128"])
 def test_torch_decodes_other_pools(pool):
     inputs = inputs_of(pool=pool)
-    assert cpu_native.decode(*inputs.args()) is None
+    assert native.decode(*inputs.args()) is None
     check(cpu.decode(*inputs.args()), reference.decode(*inputs.args()), torch.float32)
 
 
@@ -149,7 +151,7 @@ def test_threads_change_no_bit():
         results = []
         for threads in (1, 2, 4, 64):
             torch.set_num_threads(threads)
-            results.append(cpu_native.decode(*inputs.args()))
+            results.append(native.decode(*inputs.args()))
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
@@ -160,7 +162,7 @@ def fresh(monkeypatch, tmp_path):
     """A cache folder of its own, and nothing remembered."""
 
     def forget():
-        for function in (cpu_native._function, cpu_native._compiler, cpu_native._version):
+        for function in (native._function, native._compiler, native._version):
             function.cache_clear()
 
     folder = tmp_path / "a 'cache' of \"µ\"\n,@%"
@@ -182,7 +184,7 @@ def test_threads_may_compile_at_once(fresh):
 
     def decode():
         start.wait()
-        return cpu_native.decode(*inputs.args())
+        return native.decode(*inputs.args())
 
     with ThreadPoolExecutor(2) as pool:
         first, second = [call.result() for call in [pool.submit(decode) for _ in range(2)]]
@@ -199,23 +201,23 @@ def test_library_that_was_cut_short_is_made_again(fresh, left):
     whole = library.read_bytes()
     library.unlink()  # the file that this process has loaded stays as it is
     library.write_bytes(whole[:left])
-    cpu_native._function.cache_clear()
+    native._function.cache_clear()
     agrees(inputs)
     assert library.stat().st_size == len(whole)
 
 
 def test_cc_may_bring_arguments(fresh, tmp_path, monkeypatch):
     wrapper = script(tmp_path / "wrapper", f"echo \"$@\" >> '{tmp_path}/log'", 'exec "$@"')
-    monkeypatch.setenv("CC", f"{wrapper} {cpu_native._compiler()[0]}")
-    cpu_native._compiler.cache_clear()
+    monkeypatch.setenv("CC", f"{wrapper} {native._compiler()[0]}")
+    native._compiler.cache_clear()
     agrees(inputs_of())
     version, build = (tmp_path / "log").read_text().split(" ", 2)[1:]
-    assert version.startswith("--version") and str(cpu_native.SOURCE) in build
+    assert version.startswith("--version") and str(native.SOURCE) in build
 
 
 def test_compiler_may_speak_any_encoding(fresh, tmp_path, monkeypatch):
     monkeypatch.setenv("CC", str(script(tmp_path / "latin", "echo 'gcc für alle'", 'exec cc "$@"')))
-    cpu_native._compiler.cache_clear()
+    native._compiler.cache_clear()
     agrees(inputs_of())
 
 
@@ -259,7 +261,7 @@ def falls_back(monkeypatch, caplog, variable, value, said):
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             check(cpu.decode(*inputs.args()), reference.decode(*inputs.args()), torch.float32)
-    assert cpu_native.decode(*inputs.args()) is None
+    assert native.decode(*inputs.args()) is None
     (record,) = caplog.records
     assert re.search(said, record.getMessage())
 
@@ -268,4 +270,4 @@ def test_no_compiler(fresh, tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("PATH", str(tmp_path))
     inputs = inputs_of()
     check(cpu.decode(*inputs.args()), reference.decode(*inputs.args()), torch.float32)
-    assert cpu_native.decode(*inputs.args()) is None and not caplog.records
+    assert native.decode(*inputs.args()) is None and not caplog.records

@@ -9,7 +9,8 @@ import pytest
 import torch
 from kernel_cases import Case, build
 
-from octavo.kernels import cpu, cpu_native, log, ops
+from octavo.kernels import log, ops
+from octavo.kernels.cpu import attention, native
 from octavo.kernels.layout import pool_shape
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, the gpu tests run the compiled kernels")
@@ -58,8 +59,8 @@ def test_a_choice_is_said_once(said):
 @pytest.mark.parametrize(("compiled", "kernel"), [(True, "compiled C"), (False, "gathered, torch")])
 def test_the_cpu_says_whether_c_decodes(said, monkeypatch, compiled, kernel):
     done = torch.zeros(1), torch.zeros(1), torch.zeros(1)
-    monkeypatch.setattr(cpu_native, "decode", lambda *args: done if compiled else None)
-    monkeypatch.setattr(cpu, "decode_gathered", lambda *args: done)
+    monkeypatch.setattr(native, "decode", lambda *args: done if compiled else None)
+    monkeypatch.setattr(attention, "decode_gathered", lambda *args: done)
     decode((3, 20), "cpu")
     assert said() == [
         f"decode: cpu, {kernel}; pool of float32 on cpu, 2 layers, 2 KV heads of 16, units of 16 tokens, "

@@ -32,12 +32,12 @@ PAIRS = {
 
 
 @pytest.fixture
-def small_tiles(monkeypatch):
+def small_tiles():
     """Tiles of 1 KB and three programs, so that small units fill many of them."""
-    from octavo.kernels import triton_transfer
+    from octavo.kernels.triton import settings
 
-    monkeypatch.setattr(triton_transfer, "TILE_BYTES", 1024)
-    monkeypatch.setattr(triton_transfer, "PROGRAMS", 3)
+    with settings.trial("transfer", TILE_BYTES=1024, PROGRAMS=3):
+        yield
 
 
 def bits(x):

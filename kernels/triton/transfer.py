@@ -9,8 +9,8 @@ than a small unit takes. A tile is a piece of some units, ``TILE_BYTES`` in all 
     unit <= tile   [ unit of pair 0 | unit of pair 1 | ... ]      several pairs a tile
     unit >  tile   [ first piece of a unit ], [ second piece ]    several tiles a pair
 
-What hides the latency of the bus are bytes in flight, ``PROGRAMS * TILE_BYTES`` of them: few programs suffice, and the
-other multiprocessors stay free for the model.
+What hides the latency of the bus are bytes in flight, ``PROGRAMS * TILE_BYTES`` of them (settings.py): few
+programs suffice, and the other multiprocessors stay free for the model.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -20,8 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PROGRAMS = 16
-TILE_BYTES = 32768
+from octavo.kernels.triton import settings
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -43,8 +42,9 @@ def transfer(source: Tensor, target: Tensor, pairs: Tensor) -> None:
     assert source.shape[1:] == target.shape[1:] and source.dtype == target.dtype
     assert source.is_contiguous() and target.is_contiguous() and pairs.is_contiguous()
     unit = source.stride(0)
-    tile = TILE_BYTES // source.element_size()
+    tuned = settings.launch("transfer", "any", pairs.device)
+    tile = tuned["TILE_BYTES"] // source.element_size()
     block = min(tile, triton.next_power_of_2(unit))
-    _transfer_kernel[(PROGRAMS,)](
-        source, target, pairs, len(pairs), unit, PAIRS=tile // block, BLOCK=block, num_warps=8
+    _transfer_kernel[(tuned["PROGRAMS"],)](
+        source, target, pairs, len(pairs), unit, PAIRS=tile // block, BLOCK=block, num_warps=tuned["num_warps"]
     )

@@ -1,7 +1,7 @@
-"""``cpu_decode.c``, compiled by the C compiler of this machine the first time a shape needs it.
+"""``decode.c``, compiled by the C compiler of this machine the first time a shape needs it.
 
 A compiled file takes about half a second to make and is kept in ``$OCTAVO_CACHE/kernels``, under a name that says what
-it was made from: the source, the command, the compiler and the processor. Where there is no compiler, ``cpu.py``
+it was made from: the source, the command, the compiler and the processor. Where there is no compiler, ``attention.py``
 decodes with torch alone, three to six times slower, with the same results up to rounding.
 """
 
@@ -24,7 +24,7 @@ from torch import Tensor
 from octavo.kernels.cache_dir import cache_dir
 from octavo.kernels.layout import ID_SHIFT, MAX_UNIT_TOKENS, VALID_MASK
 
-SOURCE = Path(__file__).with_name("cpu_decode.c")
+SOURCE = Path(__file__).with_name("decode.c")
 FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fPIC", "-shared")
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
 NO_MEMORY = -1

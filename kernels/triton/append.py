@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK_T = 16
+from octavo.kernels.triton import settings
 
 
 @triton.jit(do_not_specialize=["layer", "tokens"])
@@ -57,7 +57,8 @@ def append(k: Tensor, v: Tensor, pool: Tensor, layer: int, slots: Tensor) -> Non
     """See ``reference.append``."""
     tokens, kv_heads, head_dim = k.shape
     assert k.stride(2) == v.stride(2) == slots.stride(0) == 1 and pool.is_contiguous()
-    _append_kernel[triton.cdiv(tokens, BLOCK_T), kv_heads](
+    tuned = settings.launch("append", "any", k.device)
+    _append_kernel[triton.cdiv(tokens, tuned["BLOCK_T"]), kv_heads](
         k,
         v,
         pool,
@@ -73,6 +74,5 @@ def append(k: Tensor, v: Tensor, pool: Tensor, layer: int, slots: Tensor) -> Non
         U=pool.shape[4],
         D=head_dim,
         BLOCK_D=triton.next_power_of_2(head_dim),
-        BLOCK_T=BLOCK_T,
-        num_warps=4,
+        **tuned,
     )

@@ -1,6 +1,6 @@
-"""The fast CPU path (semantics and shapes as in reference.py).
+"""The fast CPU path (semantics and shapes as in ``reference/attention.py``).
 
-Decoding reads K and V straight out of the pages, in compiled code (cpu_native.py). Prefill, and decoding where there is
+Decoding reads K and V straight out of the pages, in compiled code (``native.py``). Prefill, and decoding where there is
 no compiler, gather them first: a run, the K or V of one (unit, layer, head), is one contiguous row of the pool viewed
 as [runs, unit_tokens * D], so one ``index_select`` brings the context of a head together, already head-major, whatever
 the order of its units and whether tables are shared or per head::
@@ -15,37 +15,18 @@ results, the scores, to its type before the softmax, as in transformers' eager a
 import torch
 from torch import Tensor
 
-from octavo.kernels import cpu_native, log
-from octavo.kernels.cpu_plan import plan_decode
+from octavo.kernels import log
+from octavo.kernels.cpu import native
+from octavo.kernels.cpu.plan import plan_decode
 from octavo.kernels.layout import entry_units, entry_valid
-from octavo.kernels.reference import copy_units
-
-__all__ = ["append", "copy_units", "decode", "decode_gathered", "prefill", "transfer"]
 
 QUERY_BLOCK = 128
 """Queries of a prefill block: large enough for the matrix product, small enough for one head's scores to stay in
 cache while they are masked and normalised."""
 
 
-def append(k: Tensor, v: Tensor, pool: Tensor, layer: int, slots: Tensor) -> None:
-    _, layers, _, heads, unit_tokens, dim = pool.shape
-    unit = torch.div(slots, unit_tokens, rounding_mode="floor")
-    first = (unit * (2 * layers * heads - 1) + 2 * layer * heads) * unit_tokens + slots  # slots holds one unit already
-    rows = (first[:, None] + torch.arange(0, heads * unit_tokens, unit_tokens)).flatten()  # [T * Hkv]
-    flat = pool.view(-1, dim)
-    flat.index_copy_(0, rows, k.reshape(-1, dim).to(pool.dtype))
-    flat.index_copy_(0, rows + heads * unit_tokens, v.reshape(-1, dim).to(pool.dtype))
-
-
-def transfer(source: Tensor, target: Tensor, pairs: Tensor) -> None:
-    assert source.shape[1:] == target.shape[1:] and source.dtype == target.dtype
-    # Units of real models take 100 KB and more: a plain copy of each is ten times as fast as gathering them first.
-    for from_unit, to_unit in pairs.tolist():
-        target[to_unit].copy_(source[from_unit])
-
-
 def decode(q: Tensor, pool: Tensor, *args, **named):  # type: ignore[no-untyped-def]
-    done = cpu_native.decode(q, pool, *args, **named)
+    done = native.decode(q, pool, *args, **named)
     if log.KERNELS:
         kernel = "gathered, torch" if done is None else "compiled C"
         log.chosen("decode", "cpu", kernel, pool, query_heads=q.shape[1], rows=len(q))

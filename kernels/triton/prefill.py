@@ -10,7 +10,7 @@ scan over the entries, 4 bytes for ``unit_tokens`` slots, finds it). A window or
 empty. Long tiles start first, so that the short ones fill the tail.
 
 FlashAttention-2 (Dao, 2023); the two phases as in TensorRT-LLM's paged Triton kernel (NVIDIA/TensorRT-LLM#13010). Table
-entries are located as in ``triton_decode.py``.
+entries are located as in ``decode.py``.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -21,7 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.triton_decode import (
+from octavo.kernels.triton import settings
+from octavo.kernels.triton.decode import (
     LN2,
     LOG2E,
     VALID_MASK,
@@ -33,20 +34,6 @@ from octavo.kernels.triton_decode import (
     score_arguments,
 )
 
-# (BLOCK_M, BLOCK_N, num_warps, num_stages) by (padded head dimension, element size). 8 warps are two warp groups of 64
-# rows each. fp32 runs on the plain multiply-add units, whose unrolled products allow small tiles only: for parity.
-SETTINGS = {
-    (16, 2): (128, 128, 8, 3),
-    (32, 2): (128, 128, 8, 3),
-    (64, 2): (128, 128, 8, 3),
-    (128, 2): (128, 64, 8, 3),
-    (256, 2): (128, 32, 8, 3),
-    (16, 4): (32, 32, 4, 2),
-    (32, 4): (32, 32, 4, 2),
-    (64, 4): (32, 32, 4, 2),
-    (128, 4): (16, 16, 4, 2),
-    (256, 4): (16, 16, 4, 2),
-}
 SCAN_ENTRIES = tl.constexpr(256)
 NEVER = tl.constexpr(2**31 - 1)
 
@@ -304,8 +291,8 @@ def prefill(
 
     group = q_heads // kv_heads
     block_d = max(triton.next_power_of_2(head_dim), 16)
-    block_m, block_n, warps, stages = SETTINGS[block_d, q.element_size()]
-    block_m = max(min(block_m, triton.next_power_of_2(max_q * group)), triton.next_power_of_2(group), 16)
+    tuned = settings.launch("prefill", f"{block_d}x{q.element_size()}", q.device)
+    block_m = max(min(tuned["BLOCK_M"], triton.next_power_of_2(max_q * group)), triton.next_power_of_2(group), 16)
     out = torch.empty_like(q)
     lse = torch.empty((tokens, q_heads), dtype=torch.float32, device=q.device)
     scale, cap = score_arguments(scale, softcap)
@@ -337,13 +324,13 @@ def prefill(
         U=unit_tokens,
         D=head_dim,
         BLOCK_M=block_m,
-        BLOCK_N=block_n,
+        BLOCK_N=tuned["BLOCK_N"],
         BLOCK_D=block_d,
         WINDOW=window,
         CAPPED=softcap != 0,
         ORDERED=unit_pos is None,
         SINKS=sinks is not None,
-        num_warps=warps if block_m > 64 else 4,
-        num_stages=stages,
+        num_warps=tuned["num_warps"] if block_m > 64 else 4,
+        num_stages=tuned["num_stages"],
     )
     return out, lse if want_lse else lse.new_empty(0)

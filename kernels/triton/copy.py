@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK_BYTES = 16384
+from octavo.kernels.triton import settings
 
 
 @triton.jit(do_not_specialize=["blocks"])
@@ -29,6 +29,7 @@ def _copy_kernel(pool, pairs, blocks, unit_stride, BLOCK: tl.constexpr):
 def copy_units(pool: Tensor, pairs: Tensor) -> None:
     """See ``reference.copy_units``."""
     assert pool.is_contiguous() and pairs.is_contiguous()
-    block = BLOCK_BYTES // pool.element_size()
+    tuned = settings.launch("copy_units", "any", pool.device)
+    block = tuned["BLOCK_BYTES"] // pool.element_size()
     blocks = triton.cdiv(pool.stride(0), block)
-    _copy_kernel[(len(pairs) * blocks,)](pool, pairs, blocks, pool.stride(0), BLOCK=block, num_warps=8)
+    _copy_kernel[(len(pairs) * blocks,)](pool, pairs, blocks, pool.stride(0), BLOCK=block, num_warps=tuned["num_warps"])

@@ -19,13 +19,14 @@ tile ahead so that the loads of K and V never wait for the table. A row past the
 what lies in an unused slot, NaN included, cannot matter.
 
 Flash-decoding (Dao et al., 2023) with the query heads packed into the product's rows as in "The Anatomy of a Triton
-Attention Kernel" (arXiv 2511.11581). The helpers at the top serve ``triton_prefill.py`` too.
+Attention Kernel" (arXiv 2511.11581). The helpers at the top serve ``prefill.py`` too.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # (the parameters of a kernel are Triton's business)
 
 import math
+from collections.abc import Mapping
 from functools import cache
 
 import torch
@@ -34,32 +35,12 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels import layout, log
+from octavo.kernels.triton import settings
 
 ID_SHIFT = tl.constexpr(layout.ID_SHIFT)
 VALID_MASK = tl.constexpr(layout.VALID_MASK)
 LOG2E = tl.constexpr(math.log2(math.e))
 LN2 = tl.constexpr(math.log(2))
-
-# (BLOCK_N, num_warps, num_stages) by (padded head dimension, element size). At 16 bits a program keeps two tiles of K
-# and V, 64 KB, in flight, and three programs fit an SM of 228 KB. fp32 runs on the plain multiply-add units and serves
-# parity only.
-SETTINGS = {
-    (16, 2): (128, 4, 3),
-    (32, 2): (128, 4, 3),
-    (64, 2): (128, 4, 3),
-    (128, 2): (64, 4, 3),
-    (256, 2): (32, 4, 3),
-    (16, 4): (64, 4, 2),
-    (32, 4): (64, 4, 2),
-    (64, 4): (64, 4, 2),
-    (128, 4): (32, 4, 2),
-    (256, 4): (16, 4, 2),
-}
-PROGRAMS_PER_SM = 3
-ROUNDS = 2  # a batch is cut to fill the SMs so many times, for a short tail; a lone sequence divides evenly: once
-MIN_SPLIT_TOKENS = 256  # below this a split costs more in start-up and combining than it gains
-COMBINE_SPLITS = 16  # splits that the combine reads at a time
-MASS_ENTRIES = 256  # entries that a program of the mass kernel finishes
 
 
 @triton.jit
@@ -405,13 +386,15 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
-def split_counts(batch: int, kv_heads: int, slots: int, multiprocessors: int) -> tuple[int, int]:
+def split_counts(
+    batch: int, kv_heads: int, slots: int, multiprocessors: int, tuned: Mapping[str, int]
+) -> tuple[int, int]:
     """Splits of a KV head: those wanted for a full machine, and at most how many there are (0: a program a row).
 
     From shapes alone, never from lengths; ``slots`` is the capacity of a table row.
     """
-    most = triton.cdiv(slots, MIN_SPLIT_TOKENS)
-    wanted = max(PROGRAMS_PER_SM * multiprocessors * min(batch, ROUNDS) // kv_heads, 1)
+    most = triton.cdiv(slots, tuned["min_split_tokens"])
+    wanted = max(tuned["programs_per_sm"] * multiprocessors * min(batch, tuned["rounds"]) // kv_heads, 1)
     return wanted, min(wanted + batch, batch * most) if most > 1 else 0
 
 
@@ -436,8 +419,9 @@ def decode(
     assert pool.is_contiguous() and q.stride(2) == table.stride(3) == 1
 
     block_d = max(triton.next_power_of_2(head_dim), 16)
-    block_n, warps, stages = SETTINGS[block_d, q.element_size()]
-    wanted, splits = split_counts(batch, kv_heads, entries * unit_tokens, _multiprocessors(q.device))
+    tuned = settings.launch("decode", f"{block_d}x{q.element_size()}", q.device)
+    block_n = tuned["BLOCK_N"]
+    wanted, splits = split_counts(batch, kv_heads, entries * unit_tokens, _multiprocessors(q.device), tuned)
     group = q_heads // kv_heads
     block_m = max(triton.next_power_of_2(group), 16)
     common = {
@@ -448,7 +432,7 @@ def decode(
     }
     division = {
         "BLOCK_B": 1 if batch == 1 else max(triton.next_power_of_2(batch), 128),
-        "MIN_TILES": max(MIN_SPLIT_TOKENS // block_n, 1),
+        "MIN_TILES": max(tuned["min_split_tokens"] // block_n, 1),
     }
 
     def fp32(*shape: int) -> Tensor:
@@ -511,8 +495,8 @@ def decode(
         SINKS=sinks is not None,
         MASS=want_mass,
         DIRECT=splits == 0,
-        num_warps=warps,
-        num_stages=stages,
+        num_warps=tuned["num_warps"],
+        num_stages=tuned["num_stages"],
         **common,
         **division,
     )
@@ -533,14 +517,14 @@ def decode(
             *length_strides,
             D=head_dim,
             BLOCK_D=block_d,
-            BLOCK_S=COMBINE_SPLITS,
             SINKS=sinks is not None,
-            num_warps=4,
+            **settings.launch("combine", "any", q.device),
             **common,
             **division,
         )
     if want_mass:
-        _mass_kernel[triton.cdiv(entries, MASS_ENTRIES), kv_heads, batch](
+        mass_tuned = settings.launch("mass", "any", q.device)
+        _mass_kernel[triton.cdiv(entries, mass_tuned["BLOCK_E"]), kv_heads, batch](
             piece_lse,
             lse,
             lengths,
@@ -551,8 +535,7 @@ def decode(
             *length_strides,
             U=unit_tokens,
             BLOCK_M=triton.next_power_of_2(group),
-            BLOCK_E=MASS_ENTRIES,
-            num_warps=4,
+            **mass_tuned,
             **common,
         )
     return out, lse if want_lse else lse.new_empty(0), mass

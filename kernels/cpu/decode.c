@@ -1,12 +1,12 @@
 // One decode query a sequence, straight out of the pages: every K and V is read once, nothing is gathered.
 //
-// cpu_native.py compiles this file for one element type, head size and group size, with
+// native.py compiles this file for one element type, head size and group size, with
 //
 //   TYPE 0 fp32, 1 fp16, 2 bf16;  DIM, GROUP;  ID_SHIFT, VALID_MASK (layout.py)
 //
 // A row is one (sequence, KV head). Its table is cut into pieces of about PIECE slots, all of one size so that threads
 // share them evenly; a piece gives the maximum, the sum and the weighted values of its own softmax, and the pieces of a
-// row are then combined (split-KV decoding). Scores and sums are fp32. Shapes and semantics as in reference.py.
+// row are then combined (split-KV decoding). Scores and sums are fp32. Shapes and semantics as in reference/attention.py.
 
 #include <math.h>
 #include <stdint.h>
@@ -32,7 +32,7 @@ static inline float widen(element x) {
 }
 #endif
 
-// The fields of Args in cpu_native.py, in the same order. Strides are in elements; no table has a layer axis here.
+// The fields of Args in native.py, in the same order. Strides are in elements; no table has a layer axis here.
 typedef struct {
     const float *q;          // [batch, kv_heads, GROUP, DIM], scaled
     const element *pool;     // [units, layers, 2, kv_heads, unit_tokens, DIM]
