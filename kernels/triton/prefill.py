@@ -10,7 +10,7 @@ scan over the entries, 4 bytes for ``unit_tokens`` slots, finds it). A window or
 empty. Long tiles start first, so that the short ones fill the tail.
 
 FlashAttention-2 (Dao, 2023); the two phases as in TensorRT-LLM's paged Triton kernel (NVIDIA/TensorRT-LLM#13010). Table
-entries are located as in ``decode.py``.
+entries are located as in ``tiles.py``.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.triton import settings
-from octavo.kernels.triton.decode import (
+from octavo.kernels.triton.tiles import (
     LN2,
     LOG2E,
     VALID_MASK,
