@@ -1,22 +1,19 @@
-"""Decode: one query a sequence over its table, split over the table's entries, then combined.
+"""Decode: one query a sequence over its table, in equal shares of the batch's tiles, then combined.
 
     q          [B, Hq, D]            the g query heads of a KV head are the rows of one matrix product, padded to 16
     table      int32 [Lt, B, Ht, M]  axes of size 1 broadcast: their stride is passed as 0
-    part_out   fp32 [S, Hq, D]       normalised output of each split
-    part_lse   fp32 [S, Hq]          its log-sum-exp, base 2
+    part_out   fp32 [2 S + B, Hq, D] normalised output of each part of a row (plan.py says which part lies where)
+    part_lse   fp32 [2 S + B, Hq]    its log-sum-exp, base 2
     piece_lse  fp32 [B, Hq, P]       log-sum-exp, base 2, of the scores on each piece of the table, when mass is wanted;
                                      a piece is an entry, or BLOCK_N slots of one that is larger
 
-Every launch argument comes from shapes and from the number of SMs alone, so a captured graph replays at any length. The
-lengths are read on the device, where each program works out the same plan (``plan``): the tiles of the whole batch over
-the number of programs wanted is the share of a split; a sequence gets as many splits as its tiles need, and the splits
-of the sequences follow each other. So a split is a like amount of work in a ragged batch too. Splits that no sequence
-needs exit at once. A table too short to be split takes one program a row (DIRECT) and no combine.
+Every launch argument comes from shapes and from the number of SMs alone, so a captured graph replays at any length.
+The lengths are read on the device, where each program works out the same plan (``plan.py``) and walks through its
+share: the rest of one row, whole rows, the beginning of another. A table too short to be split takes one program a row
+(DIRECT) and no combine.
 
-A tile is BLOCK_N slots, whatever the unit: each tile row finds its own entry, one vector load for the tile, fetched one
-tile ahead so that the loads of K and V never wait for the table. A row past the end reads entry 0, whose valid count is
-0, so that one comparison with the valid count masks everything that holds no token. Masked rows are loaded as zeros:
-what lies in an unused slot, NaN included, cannot matter.
+A tile is BLOCK_N slots, whatever the unit; its entries are fetched one tile ahead so that the loads of K and V never
+wait for the table. Masked rows are loaded as zeros: what lies in an unused slot, NaN included, cannot matter.
 
 Flash-decoding (Dao et al., 2023) with the query heads packed into the product's rows as in "The Anatomy of a Triton
 Attention Kernel" (arXiv 2511.11581).
@@ -25,9 +22,6 @@ Attention Kernel" (arXiv 2511.11581).
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # (the parameters of a kernel are Triton's business)
 
-from collections.abc import Mapping
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
@@ -35,54 +29,25 @@ from torch import Tensor
 
 from octavo.kernels import log
 from octavo.kernels.triton import settings
-from octavo.kernels.triton.tiles import (
-    LN2,
-    LOG2E,
-    add_sink,
-    axis_strides,
-    load_entries,
-    locate,
-    scaled,
-    score_arguments,
+from octavo.kernels.triton.attend import attend
+from octavo.kernels.triton.combine import SharedRun, combine_parts
+from octavo.kernels.triton.mass import finish_mass
+from octavo.kernels.triton.plan import (
+    item_tiles,
+    multiprocessors,
+    overlaps_launches,
+    programs_a_lane,
+    programs_used,
+    share_begin,
+    skipped,
+    span,
 )
+from octavo.kernels.triton.tiles import LN2, LOG2E, add_sink, axis_strides, score_arguments
 
+MANY_ROWS = 16  # from here on, the settings of a key that ends in "many"
 
-@triton.jit
-def span(length, q_pos, WINDOW: tl.constexpr, ORDERED: tl.constexpr, BLOCK_N: tl.constexpr):
-    """First slot (of a tile), end and tiles of what a query may see; an ordered table ends at the query's position."""
-    first = length * 0
-    end = length
-    if ORDERED:
-        end = tl.maximum(tl.minimum(length, q_pos + 1), 0)
-        if WINDOW > 0:
-            first = tl.maximum(q_pos + 1 - WINDOW, 0) // BLOCK_N * BLOCK_N
-    return first, end, tl.maximum(tl.cdiv(end - first, BLOCK_N), 0)
-
-
-@triton.jit
-def plan(
-    lengths,
-    l_batch,
-    q_pos,
-    batch,
-    wanted,
-    WINDOW: tl.constexpr,
-    ORDERED: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    MIN_TILES: tl.constexpr,
-):
-    """Number of splits of each sequence, int32 [BLOCK_B]; in all at most ``wanted + batch``."""
-    b = tl.arange(0, BLOCK_B)
-    length = tl.load(lengths + b * l_batch, mask=b < batch, other=0)
-    position = tl.load(q_pos + b, mask=b < batch, other=-1)
-    _, _, tiles = span(length, position, WINDOW, ORDERED, BLOCK_N)
-    tiles = tl.where(b < batch, tiles, 0)
-    return tl.cdiv(tiles, tl.maximum(tl.cdiv(tl.sum(tiles), wanted), MIN_TILES))
-
-
-_UNSPECIALISED = ["layer", "batch", "wanted", "scale", "cap", "l_layer", "l_batch", "l_head"]
-_UNSPECIALISED += ["t_layer", "t_batch", "t_head", "p_layer", "p_batch", "p_head", "entries", "pieces"]
+_UNSPECIALISED = ["layer", "items", "most", "min_tiles", "scale", "cap", "pieces"]
+_UNSPECIALISED += [f"{x}_{axis}" for x in "ltp" for axis in ("layer", "batch", "head")]
 
 
 @triton.jit(do_not_specialize=_UNSPECIALISED)
@@ -92,6 +57,7 @@ def _decode_kernel(
     table,
     lengths,
     q_pos,
+    skips,
     unit_pos,
     sinks,
     out,
@@ -100,8 +66,9 @@ def _decode_kernel(
     part_lse,
     piece_lse,
     layer,
-    batch,
-    wanted,
+    items,
+    most,
+    min_tiles,
     scale,
     cap,
     pieces,
@@ -119,238 +86,123 @@ def _decode_kernel(
     p_layer,
     p_batch,
     p_head,
+    KV_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     U: tl.constexpr,
     D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    MIN_TILES: tl.constexpr,
+    BLOCK_I: tl.constexpr,
     WINDOW: tl.constexpr,
     CAPPED: tl.constexpr,
     ORDERED: tl.constexpr,
     SINKS: tl.constexpr,
     MASS: tl.constexpr,
+    RUN_TILE: tl.constexpr,
     DIRECT: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    head = tl.program_id(0)
-    split = tl.program_id(1)
-    kv_heads = tl.num_programs(0)
+    LANES: tl.constexpr = KV_HEADS // HEADS
+    lane = tl.program_id(0)
+    program = tl.program_id(1)
     layer = layer.to(tl.int64)
-    lengths += layer * l_layer + head * l_head
-
-    b = split
-    part = 0  # of the sequence's splits
-    parts = 1
-    if not DIRECT:
-        splits = plan(lengths, l_batch, q_pos, batch, wanted, WINDOW, ORDERED, BLOCK_N, BLOCK_B, MIN_TILES)
-        ends = tl.cumsum(splits)
-        b = tl.sum((ends <= split).to(tl.int32))
-        if b >= batch:
-            return
-        mine = tl.arange(0, BLOCK_B) == b
-        parts = tl.sum(tl.where(mine, splits, 0))
-        part = split - tl.sum(tl.where(mine, ends, 0)) + parts
-    position = tl.load(q_pos + b)
-    first, last, tiles = span(tl.load(lengths + b * l_batch), position, WINDOW, ORDERED, BLOCK_N)
-    share = tl.cdiv(tiles, parts) * BLOCK_N  # even within the sequence
-    first += part * share
-    last = tl.minimum(first + share, last)
-
-    row = table + layer * t_layer + b * t_batch + head * t_head
-    starts = unit_pos + layer * p_layer + b * p_batch + head * p_head
-    keys = pool + layer * (2 * kv_heads * U * D) + head * (U * D)
-    values = keys + kv_heads * (U * D)
+    lengths += layer * l_layer
+    table += layer * t_layer
+    unit_pos += layer * p_layer
+    pool += layer * (2 * KV_HEADS * U * D)
+    if OVERLAP:  # whoever comes next may be launched; before the wait, nothing that another kernel wrote may be read
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
 
     m = tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
-    heads = head * GROUP + m  # [M]
     q_mask = (m < GROUP)[:, None] & (d < D)[None, :]
-    query = tl.load(q + b * q_batch + heads[:, None] * q_head + d[None, :], mask=q_mask, other=0.0)  # [M, D]
 
-    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    entry = load_entries(row, first, last, U, BLOCK_N)
-    for start in range(first, last, BLOCK_N):
-        at, seen = locate(entry, start, last, unit_stride, U, D, BLOCK_N)  # [N]
-        inside = seen[:, None]
-        if D < BLOCK_D:
-            inside = inside & (d < D)[None, :]
-        tile = at[:, None] + d[None, :]  # [N, D]
-        k = tl.load(keys + tile, mask=inside, other=0.0, eviction_policy="evict_first")
-        v = tl.load(values + tile, mask=inside, other=0.0, eviction_policy="evict_first")
-        entry = load_entries(row, start + BLOCK_N, last, U, BLOCK_N)
+    now = 0  # a tile of the lane, and the end of the program's share
+    stop = 1
+    part = 2 * program
+    if not DIRECT:
+        tiles = item_tiles(
+            lengths, l_batch, l_head, q_pos, skips, items, HEADS, WINDOW, ORDERED, RUN_TILE, BLOCK_N, BLOCK_I
+        )
+        ends = tl.cumsum(tiles)
+        total = tl.sum(tiles)
+        used = programs_used(total, most, min_tiles)
+        if program >= used:
+            return
+        now = share_begin(program, total, used)
+        stop = share_begin(program + 1, total, used)
 
-        slot = start + tl.arange(0, BLOCK_N)
-        if ORDERED:  # the span ends at the query's position
-            if WINDOW > 0:
-                seen = seen & (position - slot < WINDOW)
+    while now < stop:
+        item = program
+        if not DIRECT:
+            item = tl.sum((ends <= now).to(tl.int32))
+        b = item // HEADS
+        head = item % HEADS * LANES + lane
+        position = tl.load(q_pos + b)
+        skip = 0
+        if RUN_TILE > 0:
+            skip = skipped(tl.load(skips + b), RUN_TILE)
+        first, last, _ = span(tl.load(lengths + b * l_batch + head * l_head), position, skip, WINDOW, ORDERED, BLOCK_N)
+        if DIRECT:
+            whole = True
+            now = stop
         else:
-            distance = position - slot % U - tl.load(starts + slot // U, mask=seen, other=0)
-            seen = seen & (distance >= 0)
-            if WINDOW > 0:
-                seen = seen & (distance < WINDOW)
-        scores = scaled(tl.dot(query, tl.trans(k), input_precision="ieee"), scale, cap, CAPPED)
-        scores = tl.where(seen[None, :], scores, float("-inf"))  # [M, N]
+            mine = tl.arange(0, BLOCK_I) == item
+            item_end = tl.sum(tl.where(mine, ends, 0))
+            item_begin = item_end - tl.sum(tl.where(mine, tiles, 0))
+            until = tl.minimum(stop, item_end)
+            whole = (now == item_begin) & (until == item_end)
+            last = tl.minimum(first + (until - item_begin) * BLOCK_N, last)
+            first += (now - item_begin) * BLOCK_N
+            now = until
 
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        pivot = tl.where(new_top == float("-inf"), 0.0, new_top)
-        probs = tl.exp2(scores - pivot[:, None])
-        decay = tl.exp2(top - pivot)
-        if MASS:
-            PIECE: tl.constexpr = min(U, BLOCK_N)
-            by_piece = tl.sum(tl.reshape(probs, [BLOCK_M, BLOCK_N // PIECE, PIECE]), 2)  # [M, N / PIECE]
-            index = start // PIECE + tl.arange(0, BLOCK_N // PIECE)
-            to = piece_lse + (b * (kv_heads * GROUP) + heads)[:, None].to(tl.int64) * pieces + index[None, :]
-            keep = (m < GROUP)[:, None] & (index * PIECE < last)[None, :]
-            tl.store(to, pivot[:, None] + tl.log2(by_piece), mask=keep)
-        total = total * decay + tl.sum(probs, 1)
-        acc = acc * decay[:, None] + tl.dot(probs.to(v.dtype), v, input_precision="ieee")
-        top = new_top
-
-    nothing = total == 0.0
-    acc = acc / tl.where(nothing, 1.0, total)[:, None]
-    row_lse = tl.where(nothing, float("-inf"), top + tl.log2(tl.where(nothing, 1.0, total)))
-    at_row = b * (kv_heads * GROUP) + heads  # [M]
-    if DIRECT:
-        if SINKS:
-            sink = tl.load(sinks + heads, mask=m < GROUP, other=0.0).to(tl.float32) * LOG2E
-            row_lse, shrink = add_sink(row_lse, sink)
-            acc = acc * shrink[:, None]
-        tl.store(out + b * out_batch + heads[:, None] * out_head + d[None, :], acc, mask=q_mask)
-        tl.store(lse + at_row, row_lse * LN2, mask=m < GROUP)
-    else:
-        at_part = split * (kv_heads * GROUP) + heads
-        tl.store(part_out + at_part[:, None] * D + d[None, :], acc, mask=q_mask)
-        tl.store(part_lse + at_part, row_lse, mask=m < GROUP)
-
-
-@triton.jit(do_not_specialize=_UNSPECIALISED)
-def _combine_kernel(
-    part_out,
-    part_lse,
-    lengths,
-    q_pos,
-    sinks,
-    out,
-    lse,
-    layer,
-    batch,
-    wanted,
-    out_batch,
-    out_head,
-    l_layer,
-    l_batch,
-    l_head,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    MIN_TILES: tl.constexpr,
-    WINDOW: tl.constexpr,
-    ORDERED: tl.constexpr,
-    SINKS: tl.constexpr,
-):
-    head = tl.program_id(0)
-    b = tl.program_id(1)
-    lengths += layer.to(tl.int64) * l_layer + head // GROUP * l_head
-    splits = plan(lengths, l_batch, q_pos, batch, wanted, WINDOW, ORDERED, BLOCK_N, BLOCK_B, MIN_TILES)
-    stop = tl.sum(tl.where(tl.arange(0, BLOCK_B) <= b, splits, 0))
-    begin = stop - tl.sum(tl.where(tl.arange(0, BLOCK_B) == b, splits, 0))
-
-    d = tl.arange(0, BLOCK_D)
-    at_row = b * tl.num_programs(0) + head
-    top = tl.max(tl.full([BLOCK_S], float("-inf"), tl.float32))
-    total = 0.0
-    acc = tl.zeros([BLOCK_D], tl.float32)
-    for start in range(begin, stop, BLOCK_S):
-        split = start + tl.arange(0, BLOCK_S)
-        at_part = split * tl.num_programs(0) + head
-        part = tl.load(part_lse + at_part, mask=split < stop, other=float("-inf"))  # [S]
-        inside = (split < stop)[:, None] & (d < D)[None, :]
-        rows = tl.load(part_out + at_part[:, None] * D + d[None, :], mask=inside, other=0.0)  # [S, D]
-        new_top = tl.maximum(top, tl.max(part))
-        pivot = tl.where(new_top == float("-inf"), 0.0, new_top)
-        weight = tl.exp2(part - pivot)
-        decay = tl.exp2(top - pivot)
-        total = total * decay + tl.sum(weight)
-        acc = acc * decay + tl.sum(weight[:, None] * rows, 0)
-        top = new_top
-
-    nothing = total == 0.0
-    acc = acc / tl.where(nothing, 1.0, total)
-    row_lse = tl.where(nothing, float("-inf"), top + tl.log2(tl.where(nothing, 1.0, total)))
-    if SINKS:
-        row_lse, shrink = add_sink(row_lse, tl.load(sinks + head).to(tl.float32) * LOG2E)
-        acc = acc * shrink
-    tl.store(out + b * out_batch + head * out_head + d, acc, mask=d < D)
-    tl.store(lse + at_row, row_lse * LN2)
-
-
-@triton.jit(do_not_specialize=_UNSPECIALISED)
-def _mass_kernel(
-    piece_lse,
-    lse,
-    lengths,
-    q_pos,
-    mass,
-    layer,
-    entries,
-    l_layer,
-    l_batch,
-    l_head,
-    GROUP: tl.constexpr,
-    U: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    WINDOW: tl.constexpr,
-    ORDERED: tl.constexpr,
-):
-    head = tl.program_id(1)
-    b = tl.program_id(2)
-    length = tl.load(lengths + layer.to(tl.int64) * l_layer + b * l_batch + head * l_head)
-    first, end, _ = span(length, tl.load(q_pos + b), WINDOW, ORDERED, BLOCK_N)
-
-    at_row = b * tl.num_programs(1) + head
-    m = tl.arange(0, BLOCK_M)
-    rows = at_row * GROUP + m
-    denominator = tl.load(lse + rows, mask=m < GROUP, other=0.0) * LOG2E
-    # A row that saw nothing has only pieces of minus infinity; any finite denominator makes them 0.
-    denominator = tl.where(denominator == float("-inf"), 0.0, denominator)
-
-    index = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
-    PIECE: tl.constexpr = min(U, BLOCK_N)
-    total = tl.zeros([BLOCK_E], tl.float32)
-    for i in tl.static_range(U // PIECE):
-        piece = index * (U // PIECE) + i
-        slot = piece * PIECE
-        written = (slot >= first) & (slot < end)  # the decode kernel visited these and no others
-        at = piece_lse + rows[:, None].to(tl.int64) * (entries * (U // PIECE)) + piece[None, :]
-        share = tl.load(at, mask=(m < GROUP)[:, None] & written[None, :], other=float("-inf"))  # [M, E]
-        total += tl.sum(tl.exp2(share - denominator[:, None]), 0)
-    tl.store(mass + at_row.to(tl.int64) * entries + index, total / GROUP, mask=index < entries)
-
-
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
-
-
-def split_counts(
-    batch: int, kv_heads: int, slots: int, multiprocessors: int, tuned: Mapping[str, int]
-) -> tuple[int, int]:
-    """Splits of a KV head: those wanted for a full machine, and at most how many there are (0: a program a row).
-
-    From shapes alone, never from lengths; ``slots`` is the capacity of a table row.
-    """
-    most = triton.cdiv(slots, tuned["min_split_tokens"])
-    wanted = max(tuned["programs_per_sm"] * multiprocessors * min(batch, tuned["rounds"]) // kv_heads, 1)
-    return wanted, min(wanted + batch, batch * most) if most > 1 else 0
+        keys = pool + head * (U * D)
+        heads = head * GROUP + m  # [M]
+        at_row = b * (KV_HEADS * GROUP) + heads
+        acc, row_lse = attend(
+            tl.load(q + b * q_batch + heads[:, None] * q_head + d[None, :], mask=q_mask, other=0.0),
+            position,
+            table + b * t_batch + head * t_head,
+            unit_pos + b * p_batch + head * p_head,
+            keys,
+            keys + KV_HEADS * U * D,
+            first,
+            last,
+            unit_stride,
+            scale,
+            cap,
+            piece_lse + at_row.to(tl.int64) * pieces,
+            m < GROUP,
+            U,
+            D,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_D,
+            WINDOW,
+            CAPPED,
+            ORDERED,
+            MASS,
+            False,
+        )
+        done = whole
+        if RUN_TILE > 0:  # a whole row is still to be joined with the shared run
+            done = False
+        if done:
+            if SINKS:
+                sink = tl.load(sinks + heads, mask=m < GROUP, other=0.0).to(tl.float32) * LOG2E
+                row_lse, shrink = add_sink(row_lse, sink)
+                acc = acc * shrink[:, None]
+            tl.store(out + b * out_batch + heads[:, None] * out_head + d[None, :], acc, mask=q_mask)
+            tl.store(lse + at_row, row_lse * LN2, mask=m < GROUP)
+        else:
+            place = tl.where(whole, 2 * most + b, part)
+            at_part = place * (KV_HEADS * GROUP) + heads
+            tl.store(part_out + at_part[:, None] * D + d[None, :], acc, mask=q_mask)
+            tl.store(part_lse + at_part, row_lse, mask=m < GROUP)
+        part = 2 * program + 1
 
 
 def decode(
@@ -369,32 +221,58 @@ def decode(
     want_lse: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See ``reference.decode``."""
+    scores = (unit_pos, sinks, scale, window, softcap)
+    return decode_after(None, q, pool, layer, table, lengths, q_pos, *scores, want_mass, want_lse)
+
+
+def decode_after(
+    run: SharedRun | None,
+    q: Tensor,
+    pool: Tensor,
+    layer: int,
+    table: Tensor,
+    lengths: Tensor,
+    q_pos: Tensor,
+    unit_pos: Tensor | None,
+    sinks: Tensor | None,
+    scale: float,
+    window: int,
+    softcap: float,
+    want_mass: bool,
+    want_lse: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``decode`` where what groups of rows share has been attended to already (``run``), if anything has."""
     batch, q_heads, head_dim = q.shape
     kv_heads, unit_tokens, entries = pool.shape[3], pool.shape[4], table.shape[3]
     assert pool.is_contiguous() and q.stride(2) == table.stride(3) == 1
 
     block_d = max(triton.next_power_of_2(head_dim), 16)
-    tuned = settings.launch("decode", f"{block_d}x{q.element_size()}", q.device)
-    block_n = tuned["BLOCK_N"]
-    wanted, splits = split_counts(batch, kv_heads, entries * unit_tokens, _multiprocessors(q.device), tuned)
-    group = q_heads // kv_heads
-    block_m = max(triton.next_power_of_2(group), 16)
-    common = {
+    many = " many" if batch >= MANY_ROWS else ""
+    tuned = settings.launch("decode", f"{block_d}x{q.element_size()}{many}", q.device)
+    block_n, group, heads = tuned["BLOCK_N"], q_heads // kv_heads, lengths.shape[2]
+    items = batch * heads
+    most, min_tiles = programs_a_lane(items, kv_heads // heads, entries * unit_tokens, multiprocessors(q.device), tuned)
+    plan = {
+        "KV_HEADS": kv_heads,
+        "HEADS": heads,
         "GROUP": group,
         "BLOCK_N": block_n,
+        "BLOCK_D": block_d,
+        "BLOCK_I": 1 if items == 1 else max(triton.next_power_of_2(items), 128),
         "WINDOW": window,
         "ORDERED": unit_pos is None,
-    }
-    division = {
-        "BLOCK_B": 1 if batch == 1 else max(triton.next_power_of_2(batch), 128),
-        "MIN_TILES": max(tuned["min_split_tokens"] // block_n, 1),
+        "SINKS": sinks is not None,
+        "DIRECT": most == 0,
+        "RUN_TILE": 0 if run is None else run.tile,
+        "D": head_dim,
+        "OVERLAP": overlaps_launches(q.device),
     }
 
     def fp32(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=q.device)
 
     if log.KERNELS:
-        kernel = f"Triton, at most {splits} splits a KV head, combined" if splits else "Triton, a program a row"
+        kernel = f"Triton, at most {most} programs a KV head, combined" if most else "Triton, a program a row"
         log.chosen(
             "decode",
             "triton",
@@ -408,19 +286,20 @@ def decode(
         )
     out = torch.empty_like(q)
     lse = fp32(batch, q_heads)
-    part_out, part_lse = fp32(splits, q_heads, head_dim), fp32(splits, q_heads)
+    parts = 2 * most + (0 if run is None else batch)
+    part_out, part_lse = fp32(parts, q_heads, head_dim), fp32(parts, q_heads)
     pieces = entries * max(unit_tokens // block_n, 1)
-    mass = fp32(batch, kv_heads, entries) if want_mass else fp32(0)
     piece_lse = fp32(batch, q_heads, pieces) if want_mass else fp32(0)
 
     scale, cap = score_arguments(scale, softcap)
     length_strides = axis_strides(lengths)
-    _decode_kernel[kv_heads, splits or batch](
+    _decode_kernel[kv_heads // heads, most or items](
         q,
         pool,
         table,
         lengths,
         q_pos,
+        lengths if run is None else run.groups[3],
         table if unit_pos is None else unit_pos,
         lse if sinks is None else sinks,
         out,
@@ -429,8 +308,9 @@ def decode(
         part_lse,
         piece_lse,
         layer,
-        batch,
-        wanted,
+        items,
+        most,
+        min_tiles,
         scale,
         cap,
         pieces,
@@ -443,54 +323,18 @@ def decode(
         *length_strides,
         *((0, 0, 0) if unit_pos is None else axis_strides(unit_pos)),
         U=unit_tokens,
-        D=head_dim,
-        BLOCK_M=block_m,
-        BLOCK_D=block_d,
+        BLOCK_M=max(triton.next_power_of_2(group), 16),
         CAPPED=softcap != 0,
-        SINKS=sinks is not None,
         MASS=want_mass,
-        DIRECT=splits == 0,
         num_warps=tuned["num_warps"],
         num_stages=tuned["num_stages"],
-        **common,
-        **division,
+        launch_pdl=plan["OVERLAP"],
+        **plan,
     )
-    if splits:
-        _combine_kernel[q_heads, batch](
-            part_out,
-            part_lse,
-            lengths,
-            q_pos,
-            lse if sinks is None else sinks,
-            out,
-            lse,
-            layer,
-            batch,
-            wanted,
-            out.stride(0),
-            out.stride(1),
-            *length_strides,
-            D=head_dim,
-            BLOCK_D=block_d,
-            SINKS=sinks is not None,
-            **settings.launch("combine", "any", q.device),
-            **common,
-            **division,
-        )
+    if most or run is not None:
+        combine_parts(run, part_out, part_lse, lengths, q_pos, sinks, out, lse, layer, most, min_tiles, plan)
+    mass = fp32(0)
     if want_mass:
-        mass_tuned = settings.launch("mass", "any", q.device)
-        _mass_kernel[triton.cdiv(entries, mass_tuned["BLOCK_E"]), kv_heads, batch](
-            piece_lse,
-            lse,
-            lengths,
-            q_pos,
-            mass,
-            layer,
-            entries,
-            *length_strides,
-            U=unit_tokens,
-            BLOCK_M=triton.next_power_of_2(group),
-            **mass_tuned,
-            **common,
-        )
+        mass = fp32(batch, kv_heads, entries)
+        finish_mass(piece_lse, lse, lengths, q_pos, mass, layer, plan, unit_tokens)
     return out, lse if want_lse else lse.new_empty(0), mass
