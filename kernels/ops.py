@@ -99,3 +99,12 @@ prefill = _register(
 transfer = _register(
     "transfer", "Tensor source, Tensor(a!) target, Tensor pairs, str backend) -> ()", _nothing, 0, _no_facts
 )
+append_fused = _register(
+    "append_fused",
+    "Tensor k, Tensor v, Tensor(a!) pool, int layer, Tensor slots, Tensor? cos, Tensor? sin, Tensor(b!)? digests, "
+    "int digest_layer, Tensor? tables, int table_slice, Tensor? rows, Tensor? q_pos, int page_tokens, str backend) "
+    "-> ()",
+    _nothing,
+    2,
+    lambda *args: {"rotary": args[5] is not None, "digests": args[7] is not None},
+)

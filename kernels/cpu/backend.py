@@ -1,7 +1,14 @@
 """The CPU backend: compiled C and packed matrix products where they are faster than the reference."""
 
 from octavo.kernels.cpu.attention import decode, prefill
-from octavo.kernels.cpu.pages import append, transfer
+from octavo.kernels.cpu.pages import append, append_fused, transfer
 from octavo.kernels.reference.pages import copy_units
 
-__all__ = ["append", "copy_units", "decode", "prefill", "transfer"]
+__all__ = [
+    "append",
+    "append_fused",
+    "copy_units",
+    "decode",
+    "prefill",
+    "transfer",
+]

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from octavo.kernels.reference.pages import rotated, seal
+
 
 def append(k: Tensor, v: Tensor, pool: Tensor, layer: int, slots: Tensor) -> None:
     _, layers, _, heads, unit_tokens, dim = pool.shape
@@ -12,6 +14,27 @@ def append(k: Tensor, v: Tensor, pool: Tensor, layer: int, slots: Tensor) -> Non
     flat = pool.view(-1, dim)
     flat.index_copy_(0, rows, k.reshape(-1, dim).to(pool.dtype))
     flat.index_copy_(0, rows + heads * unit_tokens, v.reshape(-1, dim).to(pool.dtype))
+
+
+def append_fused(
+    k: Tensor,
+    v: Tensor,
+    pool: Tensor,
+    layer: int,
+    slots: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    digests: Tensor | None,
+    digest_layer: int,
+    tables: Tensor | None,
+    table_slice: int,
+    rows: Tensor | None,
+    q_pos: Tensor | None,
+    page_tokens: int,
+) -> None:
+    append(k if cos is None else rotated(k, cos, sin), v, pool, layer, slots)
+    if digests is not None:
+        seal(pool, layer, digests, digest_layer, tables, table_slice, rows, q_pos, page_tokens)
 
 
 def transfer(source: Tensor, target: Tensor, pairs: Tensor) -> None:

@@ -1,6 +1,13 @@
 """The reference backend: every op in plain torch, the truth that the others are tested against."""
 
 from octavo.kernels.reference.attention import decode, prefill
-from octavo.kernels.reference.pages import append, copy_units, transfer
+from octavo.kernels.reference.pages import append, append_fused, copy_units, transfer
 
-__all__ = ["append", "copy_units", "decode", "prefill", "transfer"]
+__all__ = [
+    "append",
+    "append_fused",
+    "copy_units",
+    "decode",
+    "prefill",
+    "transfer",
+]

@@ -1,9 +1,16 @@
 """The Triton backend: the functions of the reference, one file a kernel."""
 
-from octavo.kernels.triton.append import append
+from octavo.kernels.triton.append import append, append_fused
 from octavo.kernels.triton.copy import copy_units
 from octavo.kernels.triton.decode import decode
 from octavo.kernels.triton.prefill import prefill
 from octavo.kernels.triton.transfer import transfer
 
-__all__ = ["append", "copy_units", "decode", "prefill", "transfer"]
+__all__ = [
+    "append",
+    "append_fused",
+    "copy_units",
+    "decode",
+    "prefill",
+    "transfer",
+]
