@@ -34,17 +34,17 @@ _library = torch.library.Library("octavo", "DEF")
 
 
 def _register(
-    name: str, schema: str, fake: Callable[..., Any], pool: int, facts: Callable[..., dict[str, object]]
+    name: str, schema: str, fake: Callable[..., Any], pool: int | None, facts: Callable[..., dict[str, object]]
 ) -> Any:
     """Make ``torch.ops.octavo.<name>``, whose last argument names the backend.
 
     ``fake`` gives the shapes of the results. For the log, ``pool`` says which argument is the pool (or what stands for
-    it), and ``facts(*args)`` what else the kernel depends on.
+    it; None: there is none, and no choice to log), and ``facts(*args)`` what else the kernel depends on.
     """
 
     def run(*args: Any) -> Any:
         by = args[-1]
-        if log.KERNELS and (name, by) not in _CHOOSES:
+        if log.KERNELS and pool is not None and (name, by) not in _CHOOSES:
             log.chosen(name, by, _KERNELS[by], args[pool], **facts(*args))
         return getattr(backend(by), name)(*args[:-1])
 
@@ -107,4 +107,28 @@ append_fused = _register(
     _nothing,
     2,
     lambda *args: {"rotary": args[5] is not None, "digests": args[7] is not None},
+)
+
+
+def _step_fake(rows: Tensor, lengths: Tensor, tokens: Tensor, tables: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    batch = rows.shape[0]
+    ids, positions = rows.new_empty(batch, dtype=torch.int64), rows.new_empty(batch, dtype=torch.int64)
+    slots = rows.new_empty((tables.shape[0], batch), dtype=torch.int64)
+    return ids, positions, rows.new_empty(batch), slots, rows.new_empty((1, batch, 1))
+
+
+step_decode = _register(
+    "step_decode",
+    "Tensor rows, Tensor lengths, Tensor tokens, Tensor tables, int unit_tokens, str backend) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _step_fake,
+    None,
+    _no_facts,
+)
+scatter_tokens = _register(
+    "scatter_tokens",
+    "Tensor rows, Tensor ids, Tensor(a!) tokens, Tensor(b!) lengths, str backend) -> ()",
+    _nothing,
+    None,
+    _no_facts,
 )

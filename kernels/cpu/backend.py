@@ -3,6 +3,7 @@
 from octavo.kernels.cpu.attention import decode, prefill
 from octavo.kernels.cpu.pages import append, append_fused, transfer
 from octavo.kernels.reference.pages import copy_units
+from octavo.kernels.reference.step import scatter_tokens, step_decode
 
 __all__ = [
     "append",
@@ -10,5 +11,7 @@ __all__ = [
     "copy_units",
     "decode",
     "prefill",
+    "scatter_tokens",
+    "step_decode",
     "transfer",
 ]

@@ -2,6 +2,7 @@
 
 from octavo.kernels.reference.attention import decode, prefill
 from octavo.kernels.reference.pages import append, append_fused, copy_units, transfer
+from octavo.kernels.reference.step import scatter_tokens, step_decode
 
 __all__ = [
     "append",
@@ -9,5 +10,7 @@ __all__ = [
     "copy_units",
     "decode",
     "prefill",
+    "scatter_tokens",
+    "step_decode",
     "transfer",
 ]
