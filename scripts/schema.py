@@ -1,6 +1,7 @@
 """Types of every configuration key. Hydra checks each value against them while it composes; see ``configs/``.
 
-Groups that several experiments have are in ``schema_groups``, the experiments on memory in ``schema_memory``.
+Groups that several experiments have are in ``schema_groups``, the experiments on memory in ``schema_memory``, that on
+kernels in ``schema_kernels``.
 
 An experiment has its own subclass of ``Config``, so that a key which an experiment would ignore does not exist there.
 Ranges are checked when a typed object is made, as far as that needs no heavy import; the engine and the samplers check
@@ -24,6 +25,7 @@ from octavo.scripts.schema_groups import (
     TaskSettings,
     TrackingSettings,
 )
+from octavo.scripts.schema_kernels import Kernels
 from octavo.scripts.schema_memory import (
     Allocators,
     Concurrency,
@@ -45,6 +47,7 @@ __all__ = [
     "Elastic",
     "EngineSettings",
     "Generate",
+    "Kernels",
     "Knobs",
     "ModelSettings",
     "PageSize",
@@ -142,6 +145,7 @@ EXPERIMENTS: dict[str, type[Config]] = {
     "eviction": Eviction,
     "fragmentation": Fragmentation,
     "generate": Generate,
+    "kernels": Kernels,
     "layer_groups": LayerGroups,
     "knobs": Knobs,
     "page_size": PageSize,

@@ -6,13 +6,12 @@ octavo must be importable (installed, or on PYTHONPATH), the package cuda-bindin
 What is timed: growing and shrinking by 64 MiB, 256 MiB and 1 GiB, on the host's clock, every call on its own; a copy
 of 1 GiB between tensors over mapped memory and between ordinary ones; and the decode kernel on an elastic pool before
 and after it has grown and on an ordinary tensor of the same size, in turns. Kernels are timed as in
-``tests/kernels/gpu_check.py``. Contents are checked on the way.
+``octavo.scripts.kernel_races.timing``. Contents are checked on the way.
 """
 
 import argparse
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,10 +23,8 @@ from torch import Tensor
 from octavo.core.memory.elastic import PoolMemory, pool_memory
 from octavo.kernels import ops
 from octavo.kernels.layout import pack_entries
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
-
-from gpu_check import DTYPE, UNIT, Paged, timed
+from octavo.scripts.kernel_races.paged import Paged, Shape
+from octavo.scripts.kernel_races.timing import timed
 
 MIB = 1 << 20
 GROWTHS = (  # a step, and what is asked for at once
@@ -40,7 +37,7 @@ GROWTHS = (  # a step, and what is asked for at once
 REPEATS = 20
 TARGET_MS = 1.0
 ROUNDS = 5
-LENGTHS = [8192] * 8
+SHAPE = Shape((8192,) * 8)
 
 
 @contextmanager
@@ -112,23 +109,23 @@ def time_copy() -> dict:
 def time_decode() -> list[dict]:
     """8 x 8k, 32/8 heads, D = 128, bf16, the pages permuted within the base, then over all of a pool four times as
     large. Mapped and ordinary memory hold the same bits, so the outputs must be equal."""
-    paged = Paged(LENGTHS, LENGTHS[0])
+    paged = Paged(SHAPE, torch.device("cuda"))
     base = len(paged.pool) - 1
     most = 4 * base
     unit_shape = tuple(paged.pool.shape[1:])
     table_in_base = paged.table
-    spread = (torch.randperm(most, device="cuda")[:base] + 1).split(LENGTHS[0] // UNIT)
-    table_over_all = torch.stack([pack_entries(row, UNIT) for row in spread]).view_as(table_in_base)
-    plain = torch.empty((most + 1, *unit_shape), device="cuda", dtype=DTYPE).normal_()
+    spread = (torch.randperm(most, device="cuda")[:base] + 1).split(SHAPE.lengths[0] // SHAPE.unit)
+    table_over_all = torch.stack([pack_entries(row, SHAPE.unit) for row in spread]).view_as(table_in_base)
+    plain = torch.empty((most + 1, *unit_shape), device="cuda", dtype=paged.pool.dtype).normal_()
 
     def decode(layer: int) -> Tensor:
-        return ops.decode(*paged.args(layer), "triton")[0]
+        return ops.decode(*paged.decode_args(layer), "triton")[0]
 
     def us(pool: Tensor, table: Tensor) -> float:
         paged.pool, paged.table = pool, table
         return timed([lambda layer=layer: decode(layer) for layer in range(paged.layers)])
 
-    with elastic(unit_shape, DTYPE, base, most, base // 4) as memory:
+    with elastic(unit_shape, paged.pool.dtype, base, most, base // 4) as memory:
         mapped = memory.tensor
         mapped[: base + 1] = plain[: base + 1]
         pairs = {"before growth, pages in the base": [_turn(us, mapped, plain, table_in_base) for _ in range(ROUNDS)]}

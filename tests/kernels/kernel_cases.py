@@ -1,4 +1,4 @@
-"""One table of attention cases, and the tensors of each: for pytest and for ``gpu_check.py``.
+"""One table of attention cases, and the tensors of each: for pytest and for ``sanitizer_case.py``.
 
 Every slot that no table entry counts as valid is NaN, in the whole pool, the scratch unit included; so is what table
 entries past a row's length point at. A kernel that reads one token too many says so in its output.
