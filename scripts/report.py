@@ -93,6 +93,7 @@ HEADINGS = {
     "us_mean": "mean µs",
     "reached": "reached",
     "correct": "right",
+    "chosen": "chosen",
     "problem": "problem",
     "identical": "identical",
     "near_ties": "near ties",

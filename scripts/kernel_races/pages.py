@@ -86,7 +86,7 @@ def _build_append(tokens: int, device: torch.device) -> Field:
     def run(append: Callable[..., object], i: int) -> object:
         return append(k[i], v[i], pool, i % LAYERS, where[i])
 
-    contenders = {
+    contenders: dict[str, list[Callable[[], object]]] = {
         "octavo": [partial(run, partial(ops.append, backend="triton"), i) for i in range(calls)],
         "torch": [partial(run, reference.append, i) for i in range(calls)],
     }

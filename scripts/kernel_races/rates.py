@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -81,17 +82,17 @@ def measure(device: torch.device, bounds: Iterable[Bound], clock: Clock) -> Rate
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     x = torch.randint(2**31 - 1, (STREAM_BYTES // 4,), device=device, dtype=torch.int32)
     outs = [torch.empty(processors * n, device=device, dtype=torch.int32) for n in (2, 4, 8, 16)]
-    read = min(us(lambda o=o, b=b: streams.read(x, o, b, 8)) for o in outs for b in (2048, 4096, 8192))
+    read = min(us(partial(streams.read, x, o, b, 8)) for o in outs for b in (2048, 4096, 8192))
 
     rows = x.view(-1, PIECE_BYTES // 4)
     order = torch.randperm(len(rows), device=device, dtype=torch.int32)
-    pieces = min(us(lambda o=o, p=p: streams.read_pieces(rows, order, o, p, 8)) for o in outs for p in (2, 4, 8))
+    pieces = min(us(partial(streams.read_pieces, rows, order, o, p, 8)) for o in outs for p in (2, 4, 8))
 
     one, other = x.chunk(2)
-    copies: list[Callable[[], object]] = [lambda: other.copy_(one)]
+    copies: list[Callable[[], object]] = [partial(other.copy_, one)]
     for block in (2048, 4096):
         for programs in (processors * 4, processors * 8, len(one) // block):
-            copies.append(lambda b=block, p=programs: streams.copy(one, other, b, p, 8))
+            copies.append(partial(streams.copy, one, other, block, programs, 8))
     copy = min(us(call) for call in copies)
 
     a, b = torch.randn((2, PRODUCT, PRODUCT), device=device, dtype=torch.bfloat16)

@@ -118,7 +118,7 @@ def table_text(tables: Tables) -> str:
 
 
 def _attempt(values: Mapping[str, int], fields: Mapping[Race, Field], clock: Clock) -> Trial:
-    us = {}
+    us: dict[str, float] = {}
     try:
         for race, field in fields.items():
             with poisoned_memory():
