@@ -131,4 +131,10 @@ scatter_tokens = _register(
     _nothing,
     None,
     _no_facts,
+decode_shared = _register(
+    "decode_shared",
+    f"{_TABLE}, Tensor q_pos, Tensor groups, Tensor? sinks, float scale, float softcap, str backend) -> Tensor",
+    lambda q, *_: torch.empty_like(q),
+    pool=1,
+    facts=lambda q, *_: {"query_heads": q.shape[1], "rows": len(q)},
 )

@@ -2,6 +2,7 @@
 
 from octavo.kernels.cpu.attention import decode, prefill
 from octavo.kernels.cpu.pages import append, append_fused, transfer
+from octavo.kernels.cpu.shared import decode_shared
 from octavo.kernels.reference.pages import copy_units
 from octavo.kernels.reference.step import scatter_tokens, step_decode
 
@@ -10,6 +11,7 @@ __all__ = [
     "append_fused",
     "copy_units",
     "decode",
+    "decode_shared",
     "prefill",
     "scatter_tokens",
     "step_decode",

@@ -2,6 +2,7 @@
 
 from octavo.kernels.reference.attention import decode, prefill
 from octavo.kernels.reference.pages import append, append_fused, copy_units, transfer
+from octavo.kernels.reference.shared import decode_shared
 from octavo.kernels.reference.step import scatter_tokens, step_decode
 
 __all__ = [
@@ -9,6 +10,7 @@ __all__ = [
     "append_fused",
     "copy_units",
     "decode",
+    "decode_shared",
     "prefill",
     "scatter_tokens",
     "step_decode",
