@@ -74,6 +74,9 @@ class DecodeGroup:
     ``tables`` int32 [slices, b, M], ``slots`` int32 [1, b, 1], ``q_pos`` int32 [b]; ``unit_pos`` int32 [1, b, 1, M] if
     stored order is not logical order. What was read is counted as it happens: ``units_chosen`` int64 [b] where a method
     chose, and how many layers read the whole table, by their window.
+
+    ``runs`` int32 [4, b + 1] are the groups of ``ops.decode_shared``, if there are any: layers without a window read
+    a run that several tables share once, and each KV head of such a layer ``slots_spared`` slots less.
     """
 
     start: int
@@ -86,13 +89,23 @@ class DecodeGroup:
     pages: StepPages | None = None
     units_chosen: Tensor | None = None
     dense_windows: Counter[int] = field(default_factory=Counter)
+    runs: Tensor | None = None
+    slots_spared: int = 0
 
     def units_read(self, kv: Tensor) -> Tensor:
-        """Table entries that the kernels were given, over all layers and KV heads so far, int64 [b]."""
+        """Table entries that the kernels were given, over all layers and KV heads so far, int64 [b].
+
+        A row's entries count whether it reads them by itself or with others: what a sequence costs does not depend on
+        who decodes beside it.
+        """
         units = torch.zeros_like(self.q_pos, dtype=torch.int64) if self.units_chosen is None else self.units_chosen
         for window, layers in self.dense_windows.items():
             units = units + layers * _units(self.slots, self.q_pos, window, kv)
         return units
+
+    def units_spared(self, kv: Tensor) -> int:
+        """Table entries among them that were not read, since the run that they belong to was read for another row."""
+        return self.dense_windows[0] * kv.shape[3] * (self.slots_spared // kv.shape[4])
 
 
 @dataclass
@@ -140,6 +153,11 @@ class PagedStep:
             table, slots = group.method.resolve(selection, group.pages)  # type: ignore[union-attr]
             chosen = _units(slots, group.q_pos, 0, self.kv)
             group.units_chosen = chosen if group.units_chosen is None else group.units_chosen + chosen
+        if group.runs is not None and not traits.window:
+            return ops.decode_shared(  # type: ignore[no-any-return]
+                q, self.kv, place.unit_layer, table, slots, group.q_pos, group.runs, traits.sinks,
+                traits.scale, traits.softcap, self.backend,
+            )  # fmt: skip
         out, _, _ = ops.decode(
             q, self.kv, place.unit_layer, table, slots, group.q_pos, unit_pos, traits.sinks,
             traits.scale, traits.window, traits.softcap, False, False, self.backend,

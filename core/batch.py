@@ -19,6 +19,7 @@ from octavo.core.memory.digests import DigestStore
 from octavo.core.memory.host_tier import HostTier
 from octavo.core.memory.layer_groups import LayerPlan
 from octavo.core.memory.page_pool import PagePool, Units
+from octavo.core.memory.shared_runs import RunFinder
 from octavo.core.page_view import StepPages
 from octavo.core.scheduler import Chunk, Scheduler, StepPlan
 from octavo.kernels import ops
@@ -34,6 +35,10 @@ class Row:
 
 class StepRunner:
     """Runs planned steps on the device. Owns the pool's memory, the device tables and the digests.
+
+    ``copies`` counts copy-on-write copies of a page; ``kv_bytes_spared`` what decoding has read less, over all layers
+    and KV heads, than the tables that its kernels were given list, because a run that several tables share was read
+    once.
 
     Packing of a step's T tokens in one row::
 
@@ -66,7 +71,12 @@ class StepRunner:
         self._tables = DeviceTables(config.max_seqs, plan.slices, max_entries, kv.device)
         self._digests: dict[str, DigestStore] = {}
         self._pending_copies: list[Units] = []
+        self._runs: RunFinder | None = None
+        if config.shared_decode and 0 in model.spec.windows:  # the first tables are those of layers without a window
+            token_bytes = 2 * kv.shape[3] * kv.shape[5] * kv.element_size()
+            self._runs = RunFinder(self._page_tokens, config.shared_decode_bytes // token_bytes)
         self.copies = 0
+        self.kv_bytes_spared = 0
 
     def run(self, plan: StepPlan, scheduler: Scheduler) -> tuple[Tensor, list[Row]]:
         """Exchange pages with the host, copy what is to be written, make missing digests, compute the plan's tokens.
@@ -74,6 +84,8 @@ class StepRunner:
         Gives fp32 logits of the rows that somebody wants, in the order of the list.
         """
         self._pending_copies += plan.copies
+        if self._runs is not None:
+            self._runs.forget(scheduler.running)
         self._tables.sync(scheduler.running)
         if self._host is not None:
             self._host.copy_out(self.kv)
@@ -136,6 +148,10 @@ class StepRunner:
         q_pos = self._to_device(np.array([chunk.start for chunk in chunks], np.int32))
         method = self._method(chunks[0])
         group = DecodeGroup(start, start + len(chunks), tables, slots, q_pos, unit_pos, method)
+        if self._runs is not None and method is None and unit_pos is None:
+            shared = self._runs.find([(chunk.sequence, chunk.start) for chunk in chunks])
+            if shared is not None:
+                group.runs, group.slots_spared = self._to_device(shared.groups), shared.spared
         if method is not None:
             n_pages = np.array([-(-chunk.end // self._page_tokens) for chunk in chunks], np.int32)
             sealed = [chunk.sequence.table.pages(0, chunk.start // self._page_tokens) for chunk in chunks]
@@ -218,9 +234,10 @@ class StepRunner:
             del self._pending_copies[: len(batch)]
 
     def _account(self, step: PagedStep, chunks: list[Chunk]) -> None:
-        """Add what each decoded token read to its sequence."""
+        """Add what each decoded token read to its sequence, and what it did not, since others read it too."""
         unit_bytes = 2 * self.kv.shape[4] * self.kv.shape[5] * self.kv.element_size()
         for group in step.decodes:
+            self.kv_bytes_spared += group.units_spared(self.kv) * unit_bytes
             read = group.units_read(self.kv).tolist()
             scoring = [0] * len(read) if group.pages is None else group.pages.elements_read.tolist()
             for chunk, units, elements in zip(chunks[group.start : group.stop], read, scoring, strict=True):

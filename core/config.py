@@ -39,6 +39,10 @@ class EngineConfig:
         prefix_cache: keep idle pages findable by their key.
         layer_groups: layers with a sliding window have block tables of their own, and pages that the window has passed
             go back to the pool while the request lives; False keeps every token in every layer.
+        shared_decode: sequences whose block tables begin alike (samples of one prompt, forks, prefix hits) read what
+            they share once for all of them when they decode. Tokens are the same, up to rounding.
+        shared_decode_bytes: what a group of such sequences must spare, and more, to be worth its cost: bytes of K and V
+            in one layer, of (n - 1) * P tokens where n sequences share P.
         allocator, eviction: names of policies in ``octavo.core.policies``, or for ``eviction`` an ``EvictionPolicy``.
         host_tokens: slots of the host tier, where pages go that the device gives up; 0 is none.
         kv_dtype: element type of the pool; "auto" is the type in which the model produces its keys.
@@ -61,6 +65,8 @@ class EngineConfig:
     max_model_tokens: int | None = None
     prefix_cache: bool = True
     layer_groups: bool = True
+    shared_decode: bool = True
+    shared_decode_bytes: int = 8 << 20
     allocator: str = "stack"
     eviction: str | EvictionPolicy = "lru"
     host_tokens: int = 0
@@ -78,15 +84,17 @@ class EngineConfig:
             value = getattr(self, name)
             if not _is_number(value) or not 0.0 < value <= 1.0:
                 raise ValueError(f"{name} must be in (0, 1], got {value!r}")
-        if not _is_int(self.host_tokens) or self.host_tokens < 0:
-            raise ValueError(f"host_tokens must be an integer of at least 0, got {self.host_tokens!r}")
+        for name in ("host_tokens", "shared_decode_bytes"):
+            value = getattr(self, name)
+            if not _is_int(value) or value < 0:
+                raise ValueError(f"{name} must be an integer of at least 0, got {value!r}")
         if self.host_tokens and not self.prefix_cache:
             raise ValueError(
                 f"host_tokens={self.host_tokens} needs prefix_cache=True: pages in host memory are found by their keys"
             )
         if not _is_int(self.seed):
             raise ValueError(f"seed must be an integer, got {self.seed!r}")
-        for name in ("prefix_cache", "layer_groups"):
+        for name in ("prefix_cache", "layer_groups", "shared_decode"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if not isinstance(self.page_policies, Mapping | None):

@@ -45,6 +45,8 @@ class EngineSettings:
     max_model_tokens: int | None = None
     prefix_cache: bool = True
     layer_groups: bool = True
+    shared_decode: bool = True
+    shared_decode_bytes: int = 8388608
     allocator: str = "stack"
     eviction: Any = "lru"
     host_tokens: int = 0
