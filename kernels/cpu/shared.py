@@ -15,6 +15,7 @@ sink joins the second softmax alone.
 import torch
 from torch import Tensor
 
+from octavo.kernels import log
 from octavo.kernels.cpu import native
 from octavo.kernels.cpu.attention import decode_gathered, prefill
 
@@ -33,6 +34,9 @@ def decode_shared(
 ) -> Tensor:
     scores = sinks, scale, 0, softcap
     done = native.decode(q, pool, layer, table, lengths, q_pos, None, *scores, want_mass=False, want_lse=False)
+    if log.KERNELS:
+        kernel = "gathered, a run once, torch" if done is None else "compiled C, each row by itself"
+        log.chosen("decode_shared", "cpu", kernel, pool, query_heads=q.shape[1], rows=len(q))
     if done is not None:
         return done[0]
     return decode_shared_gathered(q, pool, layer, table, lengths, q_pos, groups, sinks, scale, softcap)
