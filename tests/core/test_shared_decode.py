@@ -225,6 +225,18 @@ class TestFinder:
         child.table.append(tables.pool.allocate(4))  # preempted, and computed anew between two steps
         assert tables.find() == set()
 
+    @pytest.mark.parametrize(("middle", "last"), [(2, 3), (3, 2)])
+    def test_two_that_one_stood_between(self, middle, last):
+        """Pages that the one in the middle shared with either side, and they do not with each other, do not count."""
+        tables = Tables()
+        first = tables.new(4)
+        between = tables.fork(first)
+        tables.write(between, middle)
+        tables.write(tables.fork(between), last)
+        tables.find()
+        tables.close(between)
+        assert tables.find() == {((0, 1), 2 * PAGE)}
+
     def test_the_same_batch_is_not_thought_about_twice(self):
         tables = Tables()
         tables.fork(tables.new(4))
