@@ -131,6 +131,7 @@ scatter_tokens = _register(
     _nothing,
     None,
     _no_facts,
+)
 decode_shared = _register(
     "decode_shared",
     f"{_TABLE}, Tensor q_pos, Tensor groups, Tensor? sinks, float scale, float softcap, str backend) -> Tensor",

@@ -4,6 +4,7 @@ from octavo.kernels.triton.append import append, append_fused
 from octavo.kernels.triton.copy import copy_units
 from octavo.kernels.triton.decode import decode
 from octavo.kernels.triton.prefill import prefill
+from octavo.kernels.triton.shared import decode_shared
 from octavo.kernels.triton.step import scatter_tokens, step_decode
 from octavo.kernels.triton.transfer import transfer
 
@@ -12,6 +13,7 @@ __all__ = [
     "append_fused",
     "copy_units",
     "decode",
+    "decode_shared",
     "prefill",
     "scatter_tokens",
     "step_decode",

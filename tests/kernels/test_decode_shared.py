@@ -176,7 +176,7 @@ def small_shared_tiles(small_tiles):
     """As ``small_tiles``, for the prefix items too."""
     from octavo.kernels.triton import settings
 
-    with settings.trial("decode_shared", BLOCK_N=16, num_stages=1):
+    with settings.trial("shared", BLOCK_M=16, BLOCK_N=16, num_stages=1):
         yield
 
 
