@@ -139,3 +139,36 @@ decode_shared = _register(
     pool=1,
     facts=lambda q, *_: {"query_heads": q.shape[1], "rows": len(q)},
 )
+
+
+def _rotate_queries_fake(q: Tensor, rows: Tensor, *_: Any) -> Tensor:
+    return q.new_empty((rows.shape[0], *q.shape[1:]))
+
+
+def _merge_states_fake(outs: Tensor, lses: Tensor, bounds: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    rows = bounds.shape[0] - 1
+    return outs.new_empty((rows, *outs.shape[1:])), lses.new_empty((rows, lses.shape[1]))
+
+
+rotate_keys = _register(
+    "rotate_keys",
+    "Tensor(a!) pool, Tensor units, Tensor deltas, Tensor inv_freq, Tensor kinds, int first_layer, int end_layer, "
+    "bool interleaved, str backend) -> ()",
+    _nothing,
+    pool=0,
+    facts=lambda *args: {"interleaved": args[7]},
+)
+rotate_queries = _register(
+    "rotate_queries",
+    "Tensor q, Tensor rows, Tensor deltas, Tensor inv_freq, bool interleaved, str backend) -> Tensor",
+    _rotate_queries_fake,
+    None,
+    _no_facts,
+)
+merge_states = _register(
+    "merge_states",
+    "Tensor outs, Tensor lses, Tensor bounds, Tensor? sinks, str backend) -> (Tensor, Tensor)",
+    _merge_states_fake,
+    None,
+    _no_facts,
+)

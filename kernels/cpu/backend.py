@@ -4,6 +4,7 @@ from octavo.kernels.cpu.attention import decode, prefill
 from octavo.kernels.cpu.pages import append, append_fused, transfer
 from octavo.kernels.cpu.shared import decode_shared
 from octavo.kernels.reference.pages import copy_units
+from octavo.kernels.reference.rotation import merge_states, rotate_keys, rotate_queries
 from octavo.kernels.reference.step import scatter_tokens, step_decode
 
 __all__ = [
@@ -12,7 +13,10 @@ __all__ = [
     "copy_units",
     "decode",
     "decode_shared",
+    "merge_states",
     "prefill",
+    "rotate_keys",
+    "rotate_queries",
     "scatter_tokens",
     "step_decode",
     "transfer",

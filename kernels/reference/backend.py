@@ -2,6 +2,7 @@
 
 from octavo.kernels.reference.attention import decode, prefill
 from octavo.kernels.reference.pages import append, append_fused, copy_units, transfer
+from octavo.kernels.reference.rotation import merge_states, rotate_keys, rotate_queries
 from octavo.kernels.reference.shared import decode_shared
 from octavo.kernels.reference.step import scatter_tokens, step_decode
 
@@ -11,7 +12,10 @@ __all__ = [
     "copy_units",
     "decode",
     "decode_shared",
+    "merge_states",
     "prefill",
+    "rotate_keys",
+    "rotate_queries",
     "scatter_tokens",
     "step_decode",
     "transfer",

@@ -3,7 +3,9 @@
 from octavo.kernels.triton.append import append, append_fused
 from octavo.kernels.triton.copy import copy_units
 from octavo.kernels.triton.decode import decode
+from octavo.kernels.triton.merge import merge_states
 from octavo.kernels.triton.prefill import prefill
+from octavo.kernels.triton.rotate import rotate_keys, rotate_queries
 from octavo.kernels.triton.shared import decode_shared
 from octavo.kernels.triton.step import scatter_tokens, step_decode
 from octavo.kernels.triton.transfer import transfer
@@ -14,7 +16,10 @@ __all__ = [
     "copy_units",
     "decode",
     "decode_shared",
+    "merge_states",
     "prefill",
+    "rotate_keys",
+    "rotate_queries",
     "scatter_tokens",
     "step_decode",
     "transfer",
