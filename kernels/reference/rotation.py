@@ -8,8 +8,8 @@ docs/kernels/rotation.md.
 
     pairs    of the first Dr <= D elements of a head: (i, i + Dr/2), as transformers' ``rotate_half`` has it, or
              (2i, 2i + 1) where ``interleaved``; the elements from Dr on carry no position
-    angles   the product of an int32 and an fp32 number is exact in fp64; in fp32 it would be off by up to 0.008 rad at
-             a distance of 131,072. Cosine and sine are rounded to fp32, like all arithmetic on the pairs
+    angles   the product of a delta below 2^29 and an fp32 number is exact in fp64; in fp32 it would be off by up to
+             0.004 rad below 131,072. Cosine and sine are rounded to fp32, like all arithmetic on the pairs
 """
 
 import torch
