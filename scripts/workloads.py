@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
+from octavo.scripts.refusal import ConfigError
+
 SMOKE_PROMPT, SMOKE_NEW = 48, 8  # tokens a request has at most if only some requests are run
 
 Lengths = tuple[int, int]
@@ -82,3 +84,13 @@ def build(name: str, tokenizer: Any, seed: int, limit: int | None = None) -> Wor
         start += prompt
     whole = Workload(name, tuple(prompts), tuple(new for _, new in lengths))
     return whole if limit is None else whole.cut(limit, SMOKE_PROMPT, SMOKE_NEW)
+
+
+def refuse_too_long(workload: Workload, model: Any) -> None:
+    """Raises ConfigError if a request has more tokens than the model has positions."""
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if most is not None and workload.longest > most:
+        raise ConfigError(
+            f"workload {workload.name} has a request of {workload.longest} tokens, and the model at most {most}; "
+            "take another model or workload, or limit=2 for a smoke test"
+        )

@@ -14,7 +14,6 @@ from octavo.scripts.machine_load import busy_rounds, watch
 from octavo.scripts.page_costs import Facts, host_seconds, measure, memory, serve
 from octavo.scripts.page_waste import waste_rows
 from octavo.scripts.progress import console, counting, waiting
-from octavo.scripts.refusal import ConfigError
 from octavo.scripts.run import Run, Sample
 from octavo.scripts.schema import Config, PageSize
 from octavo.scripts.workloads import Workload
@@ -57,7 +56,7 @@ def run(config: PageSize, run: Run) -> None:
         model, tokenizer = build.load_model(config.model)
     workload = workloads.build(WORKLOAD, tokenizer, config.seed, config.limit)
     workload = workload.cut(config.requests, workload.longest, workload.longest)
-    _refuse_too_long(workload, model)
+    workloads.refuse_too_long(workload, model)
 
     offline = waste_rows(config)
     with counting("sweep", _repeats(config)) as advance:
@@ -199,15 +198,6 @@ def _claims(rows: Sequence[Row]) -> list[str]:
         for row in rows
         if "tokens_per_s_change_percent" in row
     ]
-
-
-def _refuse_too_long(workload: Workload, model: Any) -> None:
-    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if most is not None and workload.longest > most:
-        raise ConfigError(
-            f"the workload has a request of {workload.longest} tokens, and the model at most {most}; "
-            "take another model, or limit=2 for a smoke test"
-        )
 
 
 def speed_plot(rows: Sequence[Row]) -> Figure:

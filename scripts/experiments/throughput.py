@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from octavo.scripts import build, report, workloads
 from octavo.scripts.machine_load import busy_rounds, watch
 from octavo.scripts.progress import console, counting, waiting
-from octavo.scripts.refusal import ConfigError
 from octavo.scripts.run import Run, Sample
 from octavo.scripts.schema import Throughput
 from octavo.scripts.workloads import Workload
@@ -45,7 +44,8 @@ def run(config: Throughput, run: Run) -> None:
     with waiting(f"loading {config.model.path}"):
         model, tokenizer = build.load_model(config.model)
     loads = [workloads.build(name, tokenizer, config.seed, config.limit) for name in config.workloads]
-    _refuse_too_long(loads, model)
+    for workload in loads:
+        workloads.refuse_too_long(workload, model)
 
     notes: list[str] = []
     done = run.done("item", "round", "name")
@@ -190,16 +190,6 @@ def _ratios(rows: Sequence[Row]) -> list[str]:
     return ratios + [
         f"{r['task']}: octavo reaches {r['percent_of_floor']:.0f} % of the linears-only floor" for r in ours
     ]
-
-
-def _refuse_too_long(loads: Sequence[Workload], model: Any) -> None:
-    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    for workload in loads:
-        if most is not None and workload.longest > most:
-            raise ConfigError(
-                f"workload {workload.name} has a request of {workload.longest} tokens, and the model at most {most}; "
-                "choose other workloads, or limit=2 for a smoke test"
-            )
 
 
 def _watch(config: Throughput, model: Any, workload: Workload) -> PageWatch:

@@ -187,6 +187,11 @@ class TestCommand:
         plots = sorted(file.name for file in (outcome.folder / "plots").iterdir())
         assert plots == ["page_cost.png", "page_size.png", "page_waste.png"]
 
+    def test_a_request_that_the_model_cannot_hold_is_refused(self, octavo: Command, tiny_model: Path) -> None:
+        outcome = octavo("experiment=page_size", f"model.path={tiny_model}")
+        assert outcome.code == 1
+        assert "workload ragged has a request of" in outcome.err and "the model at most 1024" in outcome.err
+
     def test_an_interrupted_run_goes_on(self, octavo: Command, tiny_model: Path) -> None:
         folder = octavo(*self.ARGUMENTS, f"model.path={tiny_model}").folder
         file = folder / "samples.jsonl"
