@@ -49,6 +49,8 @@ NOTES = (
     "model's positions; it changes no pool whose size is given.",
 )
 
+ONE_ROUND = "One round: speeds and p99 are of one pass each and may be noise; counts are exact. repeats=3 says more."
+
 
 def run(config: Knobs, run: Run) -> None:
     """One sample a round and setting; one row a setting.
@@ -85,7 +87,8 @@ def run(config: Knobs, run: Run) -> None:
     for line in _findings(found):
         console.print(line, style="bold", markup=False, highlight=False)
     figures = {"knobs": small_multiples(found, _defaults(config, positions))}
-    report.publish(run, config, found, plots=figures, notes=(*NOTES, *busy_rounds(run.samples, "round")))
+    notes = (*NOTES, *([ONE_ROUND] if repeats == 1 else []), *busy_rounds(run.samples, "round"))
+    report.publish(run, config, found, plots=figures, notes=notes)
 
 
 def mixed(workload: Workload, requests: int) -> Workload:

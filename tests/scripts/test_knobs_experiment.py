@@ -151,6 +151,7 @@ class TestCommand:
         assert found["page_tokens"]["waste_percent"] < default["waste_percent"]
         assert found["step_tokens"]["steps"] > default["steps"]
         assert found["pool_percent"]["pool_slots"] < default["pool_slots"] == found["max_model_percent"]["pool_slots"]
+        assert "One round: " in outcome.out  # with a limit
         assert "page_tokens=8: " in outcome.out and "x default" in outcome.out
         assert [file.name for file in (outcome.folder / "plots").iterdir()] == ["knobs.png"]
 
