@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import base64
 import copy
+import html
 import json
 import zlib
 from pathlib import Path
@@ -37,8 +38,11 @@ MAX_NAME = 200
 """Characters of a request id that are shown."""
 
 
-def section(watch: PageWatch, max_bytes: int = MAX_BYTES) -> str:
-    """A ``<section>`` with the map of a watch that has seen a step; "" if it has seen none."""
+def section(watch: PageWatch, shows: str = "", max_bytes: int = MAX_BYTES) -> str:
+    """A ``<section>`` with the map of a watch that has seen a step; "" if it has seen none.
+
+    A page may have several; ``shows`` says in the heading what this one shows.
+    """
     if not watch.frames:
         return ""
     data = encode(watch)
@@ -47,7 +51,9 @@ def section(watch: PageWatch, max_bytes: int = MAX_BYTES) -> str:
         while len(data) > max_bytes and len(watch.frames) > 2:
             watch.thin()
             data = encode(watch)
-    return TEMPLATE.read_text(encoding="utf-8").replace("@DATA@", data)
+    title = html.escape(f"Page map: {shows}" if shows else "Page map")
+    # The data first: base64 has no @, and a title might.
+    return TEMPLATE.read_text(encoding="utf-8").replace("@DATA@", data).replace("@TITLE@", title)
 
 
 def document(watch: PageWatch, title: str = "octavo: page map") -> str:

@@ -139,16 +139,16 @@ def publish(
     *,
     plots: Mapping[str, Figure],
     notes: Sequence[str] = (),
-    watch: PageWatch | None = None,
+    maps: Sequence[tuple[str, PageWatch | None]] = (),
 ) -> None:
     """End a run: final metrics, plots, report, tracked results, and the table on the terminal.
 
     Args:
         notes: what a reader must know to read the table, one sentence each.
-        watch: what an engine's pool looked like, for the page map.
+        maps: page maps, each as what it shows and the watch that saw it; None is no map.
     """
     files = {name: run.save_plot(name, figure) for name, figure in plots.items()}
-    run.write("report.html", page(run, config, rows, notes, watch))
+    run.write("report.html", page(run, config, rows, notes, maps))
     run.tracker.log_results(rows, files)
     run.write_rows(rows, complete=True)
     console.print(terminal_table(rows))
@@ -180,8 +180,14 @@ def terminal_table(rows: Sequence[Row], keys: Sequence[str] | None = None) -> Ta
     return table
 
 
-def page(run: Run, config: Config, rows: Sequence[Row], notes: Sequence[str], watch: PageWatch | None = None) -> str:
-    """The HTML report; images and the page map are inside it."""
+def page(
+    run: Run,
+    config: Config,
+    rows: Sequence[Row],
+    notes: Sequence[str],
+    maps: Sequence[tuple[str, PageWatch | None]],
+) -> str:
+    """The HTML report; images and page maps are inside it."""
     environment = run.environment
     title = f"octavo: {config.experiment}"
     images = "".join(map(_image, sorted((run.folder / "plots").glob("*.png"), key=_when)))
@@ -193,7 +199,7 @@ def page(run: Run, config: Config, rows: Sequence[Row], notes: Sequence[str], wa
         f"<h1>{html.escape(title)}</h1>"
         f"{_table(rows, main_columns(rows))}"
         f"{''.join(f'<p>{html.escape(note)}</p>' for note in notes)}{images}"
-        f"{'' if watch is None else page_map.section(watch)}"
+        f"{''.join(page_map.section(watch, shows) for shows, watch in maps if watch is not None)}"
         f"<details><summary>All columns</summary>{_table(rows, columns(rows))}</details>"
         f"<h2>Settings</h2><pre>{html.escape(keys_used)}</pre>"
         f"<h2>Environment</h2><table>{made}</table></html>\n"

@@ -24,6 +24,7 @@ from octavo.scripts.schema_groups import (
     SparseSettings,
     TaskSettings,
     TrackingSettings,
+    WithPageMap,
 )
 from octavo.scripts.schema_kernels import Kernels
 from octavo.scripts.schema_memory import (
@@ -57,30 +58,28 @@ __all__ = [
     "TaskSettings",
     "Throughput",
     "TrackingSettings",
+    "WithPageMap",
     "register",
 ]
 
 
 @dataclass
-class CodeCompletion(Config):
-    """page_map: look at the pool after every step, and show it in the report."""
+class CodeCompletion(WithPageMap):
+    """The main job, described by its groups alone."""
 
     task: TaskSettings = field(default_factory=TaskSettings)
     sparse: SparseSettings = field(default_factory=SparseSettings)
-    page_map: bool = True
 
 
 @dataclass
-class Generate(Config):
-    """prompts: what to complete. prompts_file: more of them, one a line. method: of ``configs/sparse/``.
-    page_map: look at the pool after every step, and show it in the report."""
+class Generate(WithPageMap):
+    """prompts: what to complete. prompts_file: more of them, one a line. method: of ``configs/sparse/``."""
 
     prompts: list[str] = field(default_factory=list)
     prompts_file: str | None = None
     method: str = "dense"
     budget_tokens: int = 1024
     sampling: SamplingSettings = field(default_factory=SamplingSettings)
-    page_map: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -92,16 +91,14 @@ RIVALS = ("transformers", "vllm", "vllm_cpu")
 
 
 @dataclass
-class Throughput(Config):
+class Throughput(WithPageMap):
     """workloads: of ``octavo.scripts.workloads``. rivals: who else runs them. repeats: rounds in which all take turns.
-    profile: write a trace too. page_map: one more pass of octavo, untimed and cut short, for the report's page map.
-    vllm_memory_fraction: share of a GPU's memory that vLLM may take."""
+    profile: write a trace too. vllm_memory_fraction: share of a GPU's memory that vLLM may take."""
 
     workloads: list[str] = field(default_factory=lambda: list(WORKLOADS))
     rivals: list[str] = field(default_factory=lambda: ["transformers"])
     repeats: int = 3
     profile: bool = False
-    page_map: bool = True
     vllm_memory_fraction: float = 0.4
 
     def __post_init__(self) -> None:
@@ -114,7 +111,7 @@ class Throughput(Config):
 
 
 @dataclass
-class Devices(Config):
+class Devices(WithPageMap):
     """devices: two of "device" or "device:kernels", as "cpu", "cuda", "cpu:reference"; empty: cpu and cuda, or without
     a CUDA device the CPU's kernels and the reference. near_tie_nats: a difference is a near tie if the two most likely
     tokens are closer than this on both devices."""

@@ -148,3 +148,14 @@ class Config:
     def __post_init__(self) -> None:
         at_least("limit", self.limit, 1)
         at_least("seed", self.seed, 0)
+
+
+@dataclass
+class WithPageMap(Config):
+    """What every experiment that runs an engine has.
+
+    page_map: show in the report what each unit of the pool is used for, over time. Looking takes time, so a pass whose
+    time is measured is never looked at; where there are such passes, a map comes from one more.
+    """
+
+    page_map: bool = True

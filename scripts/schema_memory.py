@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from octavo.scripts.refusal import ConfigError, at_least, each_at_least, each_once, one_of
-from octavo.scripts.schema_groups import Config, EngineSettings
+from octavo.scripts.schema_groups import Config, EngineSettings, WithPageMap
 
 ALLOCATOR_NAMES = ("stack", "first_fit", "next_fit", "best_fit", "buddy", "linear")
 MIX_NAMES = ("1", "1:1.5", "1:4")
@@ -72,7 +72,7 @@ class Elastic(Config):
 
 
 @dataclass
-class PageSize(Config):
+class PageSize(WithPageMap):
     """page_sizes: text pages to sweep. largest_page: no rule's page is larger. requests: how many of the workload to
     serve at once. repeats: rounds in which all sizes take turns, one with a limit. Offline: text_tokens is the mean
     length of texts, images are tokens of an image, sequences is the number of prompts of each kind."""
@@ -106,7 +106,7 @@ class PageSize(Config):
 
 
 @dataclass
-class Sharing(Config):
+class Sharing(WithPageMap):
     """samples: of one prompt, drawn with temperature 1 and top_p. prompt_tokens, new_tokens: its length, and that of
     every sample; a tiny model with random weights serves all of these. model_samples, model_prompt_tokens,
     model_new_tokens: the same for ``model``. surface_tokens: the longest prompt of the plotted closed form."""
@@ -139,7 +139,7 @@ class Sharing(Config):
 
 
 @dataclass
-class Knobs(Config):
+class Knobs(WithPageMap):
     """page_tokens, max_seqs, step_tokens: values of these keys of ``engine``, each tried while everything else stays as
     it is. max_model_percent: the same for ``engine.max_model_tokens``, in percent of the model's positions.
     pool_percent: the same for the pool, in percent of the slots that all requests take at once; default_pool_percent
@@ -246,7 +246,7 @@ class Concurrency(Config):
 
 
 @dataclass
-class LayerGroups(Config):
+class LayerGroups(WithPageMap):
     """contexts: tokens of a request, prompt and output together; one engine each way for each of them. new_tokens: of
     that, the output."""
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from octavo.core.inspection.page_watch import PageWatch
 from octavo.scripts import benchmarks, build, plots, report, summary
 from octavo.scripts.benchmarks import Item
 from octavo.scripts.progress import counting, waiting
@@ -40,10 +41,7 @@ def run(config: CodeCompletion, run: Run) -> None:
         model, tokenizer = build.load_model(config.model)
         engine = build.engine(config, model, tokenizer)
         build.fit(methods, engine)
-    if config.page_map:
-        from octavo.core.inspection.page_watch import PageWatch
-
-        engine.watch = PageWatch()
+    engine.watch = PageWatch() if config.page_map else None
 
     done = run.done("item", "method")
     left = [(item, {n: m for n, m in methods.items() if (item.id, n) not in done}) for item in items]
@@ -67,7 +65,8 @@ def run(config: CodeCompletion, run: Run) -> None:
         "by_length": plots.by_length(good, list(methods)),
         "per_item": plots.per_item(good, list(methods)),
     }
-    report.publish(run, config, rows, plots=figures, notes=NOTES, watch=engine.watch)
+    maps = [("all items, one after another", engine.watch)]
+    report.publish(run, config, rows, plots=figures, notes=NOTES, maps=maps)
 
 
 def complete(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from octavo.core.inspection.page_watch import PageWatch
 from octavo.scripts import benchmarks, build, report
 from octavo.scripts.benchmarks import Item
 from octavo.scripts.progress import console, counting, waiting
@@ -79,6 +80,8 @@ def run(config: Devices, run: Run) -> None:
             engines, tokenizer = _engines(config, places)
             for engine in engines:
                 build.fit(methods, engine)
+        # One of the two: their requests are the same, and no time is measured.
+        engines[0].watch = PageWatch() if config.page_map else None
         done = run.done("item", "method")
         left = [(item, {n: m for n, m in methods.items() if (item.id, n) not in done}) for item in items]
         todo = [(item, missing) for item, missing in left if missing]
@@ -95,7 +98,8 @@ def run(config: Devices, run: Run) -> None:
     for row in found:
         counts = ", ".join(f"{row[key]} {key.replace('_', ' ')}" for key in OUTCOMES.values())
         console.print(f"{row['method']}: {row['items']} items, {counts}", markup=False, highlight=False)
-    report.publish(run, config, found, plots={}, notes=_notes(names, config.near_tie_nats))
+    maps = [(f"all items, one after another, on {names[0]}", engines[0].watch)]
+    report.publish(run, config, found, plots={}, notes=_notes(names, config.near_tie_nats), maps=maps)
     mismatches = sum(row["mismatches"] for row in found)
     if mismatches:
         raise MismatchError(f"{names[0]} and {names[1]} differ in {mismatches} cases that are no near ties")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+from octavo.core.inspection.page_watch import PageWatch
 from octavo.scripts import build, report
 from octavo.scripts.progress import console, waiting
 from octavo.scripts.refusal import ConfigError
@@ -21,10 +22,7 @@ def run(config: Generate, run: Run) -> None:
     with waiting(f"loading {config.model.path}"):
         model, tokenizer = build.load_model(config.model)
         engine = build.engine(config, model, tokenizer)
-    if config.page_map:
-        from octavo.core.inspection.page_watch import PageWatch
-
-        engine.watch = PageWatch()
+    engine.watch = PageWatch() if config.page_map else None
 
     start = time.perf_counter()
     ids: dict[str, int] = {}
@@ -74,7 +72,7 @@ def run(config: Generate, run: Run) -> None:
         "seconds": seconds,
         "tokens_per_s": new_tokens / seconds,
     }
-    report.publish(run, config, [row], plots={}, watch=engine.watch)
+    report.publish(run, config, [row], plots={}, maps=[("all prompts, in one batch", engine.watch)])
     if refused:
         ordered = [next((c for r, c in completions.items() if ids[r] == i), None) for i in range(len(prompts))]
         raise BatchError(ordered, refused)

@@ -17,6 +17,7 @@ from octavo.scripts.refusal import ConfigError
 from octavo.scripts.run import Run, Sample
 from octavo.scripts.schema import Config, EngineSettings, Knobs
 from octavo.scripts.schema_memory import KNOB_NAMES
+from octavo.scripts.watched_pass import watched_pass
 from octavo.scripts.workloads import Workload
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from octavo.core import Engine
+    from octavo.core.inspection.page_watch import PageWatch
 
 Row = dict[str, Any]
 
@@ -74,7 +76,7 @@ def run(config: Knobs, run: Run) -> None:
             for name in list(tried)[:: -1 if number % 2 else 1]:
                 if (name, number) in done:
                     continue
-                engine = build.engine(Config(config.experiment, engine=tried[name]), model, None)
+                engine = _engine(config, model, tried[name])
                 serve(engine, workload.cut(requests=2, prompt=64, new=4), salt="warm-up")
                 served = serve(engine, workload, salt="timed")
                 knob, _, value = name.partition("=")
@@ -87,8 +89,24 @@ def run(config: Knobs, run: Run) -> None:
     for line in _findings(found):
         console.print(line, style="bold", markup=False, highlight=False)
     figures = {"knobs": small_multiples(found, _defaults(config, positions))}
+    maps = [_map(config, model, workload, tried, run.samples)] if config.page_map else []
     notes = (*NOTES, *([ONE_ROUND] if repeats == 1 else []), *busy_rounds(run.samples, "round"))
-    report.publish(run, config, found, plots=figures, notes=notes)
+    report.publish(run, config, found, plots=figures, notes=notes, maps=maps)
+
+
+def _engine(config: Knobs, model: Any, settings: EngineSettings) -> Engine:
+    # Not a changed copy of ``config``, which refuses a pool, as it is not the user's to set there.
+    return build.engine(Config(config.experiment, engine=settings), model, None)
+
+
+def _map(
+    config: Knobs, model: Any, workload: Workload, tried: Mapping[str, EngineSettings], samples: Sequence[Sample]
+) -> tuple[str, PageWatch]:
+    """The pool under the setting that preempted most; the first of them, which is the default, if none did."""
+    most = max(samples, key=lambda sample: sample["preemptions"])
+    engine = _engine(config, model, tried[most["item"]])
+    shows = f"{most['item']}, {most['preemptions']} preemptions"
+    return shows, watched_pass(engine, lambda: serve(engine, workload, salt="watched"))
 
 
 def mixed(workload: Workload, requests: int) -> Workload:

@@ -13,12 +13,14 @@ from octavo.scripts.progress import console, counting, waiting
 from octavo.scripts.refusal import ConfigError
 from octavo.scripts.run import Run, Sample
 from octavo.scripts.schema import LayerGroups
+from octavo.scripts.watched_pass import watched_pass
 from octavo.scripts.window_memory import fitting, measure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from octavo.core import Engine
+    from octavo.core.inspection.page_watch import PageWatch
 
 Row = dict[str, Any]
 
@@ -26,6 +28,7 @@ POLICIES = {"on": "layer groups", "off": "one group"}
 POOL_REQUESTS = 8
 """The pool in which requests are counted holds so many of the ungrouped engine."""
 SHOWN_RATIO = 0.25
+WATCHED_TOKENS = 4096
 
 NOTES = (
     "KV held is the bytes of the units that tables list, counted after every step; a closed form over the layers' "
@@ -67,7 +70,10 @@ def run(config: LayerGroups, run: Run) -> None:
     found = rows(run.samples)
     for line in _findings(found):
         console.print(line, style="bold", markup=False, highlight=False)
-    report.publish(run, config, found, plots={"layer_groups": figure(found)}, notes=(*NOTES, *_near_ties(found)))
+    prompt = text[: watched_context(contexts) - config.new_tokens]
+    maps = [_map(config, model, prompt, groups) for groups in POLICIES] if config.page_map else []
+    notes = (*NOTES, *_near_ties(found))
+    report.publish(run, config, found, plots={"layer_groups": figure(found)}, notes=notes, maps=maps)
 
 
 def rows(samples: Sequence[Sample]) -> list[Row]:
@@ -152,6 +158,19 @@ def _measure(config: LayerGroups, model: Any, prompt: list[int], grouped: bool) 
     sample = measure(engine, prompt, config.new_tokens)
     engine.check()
     return {**sample, **dataclasses.asdict(load)}
+
+
+def watched_context(contexts: Sequence[int]) -> int:
+    """The context of the page maps: the longest of at most 4,096 tokens, which costs little and reaches far behind a
+    window; the shortest if all are longer."""
+    return max((tokens for tokens in contexts if tokens <= WATCHED_TOKENS), default=min(contexts))
+
+
+def _map(config: LayerGroups, model: Any, prompt: list[int], groups: str) -> tuple[str, PageWatch]:
+    """The pool of one engine, during all that is done with a prompt."""
+    engine = _engine(config, model, len(prompt), groups == "on")
+    shows = f"{POLICIES[groups]}, {len(prompt) + config.new_tokens:,} tokens"
+    return shows, watched_pass(engine, lambda: measure(engine, prompt, config.new_tokens))
 
 
 def _engine(config: LayerGroups, model: Any, prompt: int, grouped: bool) -> Engine:

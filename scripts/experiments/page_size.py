@@ -16,6 +16,7 @@ from octavo.scripts.page_waste import waste_rows
 from octavo.scripts.progress import console, counting, waiting
 from octavo.scripts.run import Run, Sample
 from octavo.scripts.schema import Config, PageSize
+from octavo.scripts.watched_pass import watched_pass
 from octavo.scripts.workloads import Workload
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from octavo.core import Engine
+    from octavo.core.inspection.page_watch import PageWatch
     from octavo.core.policies.page_sqrt import QuotedPages, SqrtPages
 
 Row = dict[str, Any]
@@ -75,7 +77,10 @@ def run(config: PageSize, run: Run) -> None:
     for line in said:
         console.print(line, style="bold", markup=False, highlight=False)
     plots = {"page_size": speed_plot(found), "page_cost": cost_plot(run.samples), "page_waste": waste_plot(found)}
-    report.publish(run, config, found, plots=plots, notes=(*said, *NOTES, *busy_rounds(run.samples, "item", "round")))
+    ends = (min(config.page_sizes), max(config.page_sizes))
+    maps = [_map(config, model, workload, size) for size in ends] if config.page_map else []
+    notes = (*said, *NOTES, *busy_rounds(run.samples, "item", "round"))
+    report.publish(run, config, found, plots=plots, notes=notes, maps=maps)
 
 
 def _rounds(
@@ -109,6 +114,13 @@ def _engine(config: PageSize, model: Any, workload: Workload, page_tokens: int) 
     )
     # Not a changed copy of ``config``, which refuses a text page, as it is not the user's to set there.
     return build.engine(Config(config.experiment, engine=sized), model, None)
+
+
+def _map(config: PageSize, model: Any, workload: Workload, page_tokens: int) -> tuple[str, PageWatch]:
+    """The pool while the workload is served in pages of one size."""
+    engine = _engine(config, model, workload, page_tokens)
+    shows = f"the workload in pages of {page_tokens} tokens"
+    return shows, watched_pass(engine, lambda: serve(engine, model, workload, salt="watched"))
 
 
 def page_rules(facts: Facts, largest: int) -> dict[str, tuple[float, int]]:

@@ -15,11 +15,13 @@ from octavo.scripts.progress import console, counting, waiting
 from octavo.scripts.refusal import ConfigError
 from octavo.scripts.run import Run, Sample
 from octavo.scripts.schema import Config, Sharing
+from octavo.scripts.watched_pass import watched_pass
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from octavo.core import Engine
+    from octavo.core.inspection.page_watch import PageWatch
 
 Row = dict[str, Any]
 
@@ -70,7 +72,8 @@ def run(config: Sharing, run: Run) -> None:
             for cell in cells:
                 if (name, *cell) in done:
                     continue
-                run.add({"item": name, **cell._asdict(), **_serve(config, model, cell, page_tokens)})
+                counted = _serve(config, _engine(config, model, cell, page_tokens), cell, page_tokens)
+                run.add({"item": name, **cell._asdict(), **counted})
                 found = rows(run.samples)
                 run.write_rows(found)
                 advance(_said(found[-1]))
@@ -79,7 +82,8 @@ def run(config: Sharing, run: Run) -> None:
     for line in _findings(found):
         console.print(line, style="bold", markup=False, highlight=False)
     plots = {"sharing": surface(found, page_tokens, config.surface_tokens)}
-    report.publish(run, config, found, plots=plots, notes=(*_findings(found), *NOTES))
+    maps = [_map(config, *served[RANDOM], page_tokens)] if config.page_map else []
+    report.publish(run, config, found, plots=plots, notes=(*_findings(found), *NOTES), maps=maps)
 
 
 def predicted_pages(cell: Cell, page_tokens: int) -> int:
@@ -143,10 +147,9 @@ def _cells(samples: Sequence[int], prompts: Sequence[int], new_tokens: Sequence[
     return [Cell(n, prompt, new) for prompt in prompts for new in new_tokens for n in samples]
 
 
-def _serve(config: Sharing, model: Any, cell: Cell, page_tokens: int) -> dict[str, Any]:
+def _serve(config: Sharing, engine: Engine, cell: Cell, page_tokens: int) -> dict[str, Any]:
     from octavo.core import SamplingParams
 
-    engine = _engine(config, model, cell, page_tokens)
     prompt = np.random.default_rng(config.seed).integers(0, engine.spec.vocab_size, cell.prompt_tokens).tolist()
     params = SamplingParams(
         n=cell.samples, max_tokens=cell.new_tokens, temperature=1.0, top_p=config.top_p, seed=config.seed,
@@ -164,6 +167,14 @@ def _serve(config: Sharing, model: Any, cell: Cell, page_tokens: int) -> dict[st
         "preemptions": stats.preemptions,
         "seconds": time.perf_counter() - start,
     }
+
+
+def _map(config: Sharing, model: Any, cells: Sequence[Cell], page_tokens: int) -> tuple[str, PageWatch]:
+    """The pool while the cell with most samples, and of those the one with the longest prompt, is served."""
+    cell = max(cells)
+    engine = _engine(config, model, cell, page_tokens)
+    shows = f"{RANDOM}, {cell.samples} samples of {cell.prompt_tokens:,} + {cell.new_tokens} tokens"
+    return shows, watched_pass(engine, lambda: _serve(config, engine, cell, page_tokens))
 
 
 def _engine(config: Sharing, model: Any, cell: Cell, page_tokens: int) -> Engine:

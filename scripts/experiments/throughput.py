@@ -14,6 +14,7 @@ from octavo.scripts.machine_load import busy_rounds, watch
 from octavo.scripts.progress import console, counting, waiting
 from octavo.scripts.run import Run, Sample
 from octavo.scripts.schema import Throughput
+from octavo.scripts.watched_pass import watched_pass
 from octavo.scripts.workloads import Workload
 
 if TYPE_CHECKING:
@@ -58,14 +59,14 @@ def run(config: Throughput, run: Run) -> None:
     if config.profile:
         _profile(config, run, model, loads[0])
 
-    watch = _watch(config, model, loads[-1]) if config.page_map else None
+    maps = [_map(config, model, loads[-1])] if config.page_map else []
 
     found = rows(run.samples)
     notes += busy_rounds(run.samples, "item", "round")
     for line in _ratios(found):
         console.print(line, style="bold", markup=False, highlight=False)
     notes = [*NOTES, *dict.fromkeys(notes)]
-    report.publish(run, config, found, plots={"throughput": bars(found)}, notes=notes, watch=watch)
+    report.publish(run, config, found, plots={"throughput": bars(found)}, notes=notes, maps=maps)
 
 
 def _race(
@@ -192,18 +193,14 @@ def _ratios(rows: Sequence[Row]) -> list[str]:
     ]
 
 
-def _watch(config: Throughput, model: Any, workload: Workload) -> PageWatch:
-    """The pool during one more pass of octavo over a workload, its outputs cut short. Not during a round, whose time is
-    measured, for looking takes some."""
-    from octavo.core.inspection.page_watch import PageWatch
+def _map(config: Throughput, model: Any, workload: Workload) -> tuple[str, PageWatch]:
+    """The pool during a pass of octavo over a workload, its outputs cut short."""
     from octavo.scripts.rivals import Octavo
 
     short = workload.cut(len(workload.prompts), workload.longest, WATCHED_TOKENS)
     contender = Octavo(config, model, short)
-    watch = contender.engine.watch = PageWatch()
-    with waiting("one more pass, for the page map"):
-        contender.run(short)
-    return watch
+    shows = f"octavo on workload {workload.name}, outputs of at most {WATCHED_TOKENS} tokens"
+    return shows, watched_pass(contender.engine, lambda: contender.run(short))
 
 
 def _profile(config: Throughput, run: Run, model: Any, workload: Workload) -> None:

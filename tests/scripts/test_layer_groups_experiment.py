@@ -12,7 +12,7 @@ from octavo.core.memory.layer_groups import LayerPlan
 from octavo.core.memory.page_layout import PageLayout
 from octavo.core.policies import FixedPages
 from octavo.scripts.embedded_models import GEMMA3
-from octavo.scripts.experiments.layer_groups import agreement, rows
+from octavo.scripts.experiments.layer_groups import agreement, rows, watched_context
 from octavo.scripts.refusal import ConfigError
 from octavo.scripts.schema import EngineSettings, LayerGroups
 from octavo.scripts.window_memory import complete, fitting, held_units, measure, steps
@@ -149,6 +149,13 @@ class TestRows:
         one = {"tokens": [1, 2], "margins": [3.0, 0.1]}
         assert agreement(one, {"tokens": [1, 5], "margins": [3.0, 0.2]}) == (1, 0.2)
         assert agreement(one, one) == (2, None)
+
+
+@pytest.mark.parametrize(
+    ("contexts", "watched"), [([1024, 8192, 4096, 2048], 4096), ([16384, 8192], 8192), ([100], 100)]
+)
+def test_the_context_of_the_page_maps(contexts: list[int], watched: int) -> None:
+    assert watched_context(contexts) == watched
 
 
 @pytest.mark.parametrize(

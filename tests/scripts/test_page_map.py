@@ -17,17 +17,22 @@ from typing import Any
 import numpy as np
 import pytest
 
+from octavo.core import Engine
 from octavo.core.inspection.page_census import CELL, STATES, PageCensus
 from octavo.core.inspection.page_watch import PageWatch
-from octavo.scripts import page_map
+from octavo.scripts import page_map, schema
 
 from .conftest import Command
 
 FREE, CACHED, HELD, SHARED, IMAGE, HOST, ABSENT = range(len(STATES))
 
 
+def sections(page: str) -> list[str]:
+    return re.findall(r'<section class="page-map".*?</section>', page, re.DOTALL)
+
+
 def decoded(page: str) -> tuple[dict[str, Any], list[np.ndarray]]:
-    """The header, and the cells of every frame, read as the script in the page reads them."""
+    """The header, and the cells of every frame, of a page with one map, read as the script in the page reads them."""
     [data] = re.findall(r'class="data">([^<]*)</script>', page)
     raw = zlib.decompress(base64.b64decode(data))
     [size] = struct.unpack_from("<I", raw)
@@ -129,6 +134,14 @@ def test_names_are_data_and_cut_when_they_are_long(watch: PageWatch) -> None:
     assert header["requests"][1:] == watch.requests[1:]
 
 
+def test_the_heading_says_what_is_shown_and_is_text(watch: PageWatch) -> None:
+    page = page_map.section(watch, 'one "request" <b> @DATA@')
+    assert "<h2>Page map: one &quot;request&quot; &lt;b&gt; @DATA@</h2>" in page and "<b>" not in page
+    assert 'aria-label="Page map: one &quot;request&quot; &lt;b&gt; @DATA@"' in page
+    assert "<h2>Page map</h2>" in page_map.section(watch)
+    same(page, watch)
+
+
 def test_a_watch_that_saw_nothing_has_no_map() -> None:
     assert page_map.section(PageWatch()) == ""
 
@@ -143,29 +156,88 @@ def test_a_long_run_is_thinned_to_the_size_that_was_asked_for(monkeypatch: pytes
         for _ in range(100)
     ]
     watch = scripted(monkeypatch, steps, device=900, host=0)
-    whole, page = page_map.section(watch), page_map.section(watch, 10_000)
+    whole, page = page_map.section(watch), page_map.section(watch, max_bytes=10_000)
     assert len(watch.frames) == len(decoded(whole)[1]) == 100, "the watch itself stays as it is"
     frames = decoded(page)[1]
     assert len(page) - len(page_map.TEMPLATE.read_text()) <= 10_000 and 2 <= len(frames) < 50
     assert (frames[-1] == watch.cells_at(-1)).all()
 
 
-@pytest.mark.parametrize("wanted", [True, False])
-@pytest.mark.parametrize("name", ["code_completion", "generate", "throughput"])
+RUNS: dict[str, tuple[list[str], list[str]]] = {
+    "code_completion": (["limit=1"], ["all items, one after another"]),
+    "devices": (["limit=1", "devices=[cpu:reference,cpu:cpu]"], ["all items, one after another, on cpu:reference"]),
+    "generate": (["limit=1"], ["all prompts, in one batch"]),
+    "knobs": (
+        [
+            "limit=4",
+            "engine.page_tokens=8",
+            "page_tokens=[]",
+            "max_seqs=[]",
+            "pool_percent=[80,46]",
+            "max_model_percent=[]",
+            "step_tokens=[]",
+        ],
+        ["pool_percent=46, 3 preemptions"],
+    ),
+    "layer_groups": (
+        ["contexts=[60]", "new_tokens=4", "engine.step_tokens=32"],
+        ["layer groups, 60 tokens", "one group, 60 tokens"],
+    ),
+    "page_size": (
+        ["limit=2", "page_sizes=[24,8,16]", "images=[]", "sequences=2"],
+        ["the workload in pages of 8 tokens", "the workload in pages of 24 tokens"],
+    ),
+    "sharing": (
+        ["samples=[3,1]", "prompt_tokens=[40,20]", "new_tokens=[5]", "model_samples=[]", "surface_tokens=1024"],
+        ["random weights, 3 samples of 40 + 5 tokens"],
+    ),
+    "throughput": (
+        ["limit=1", "rivals=[]", "repeats=1"],
+        ["octavo on workload ragged, outputs of at most 48 tokens"],
+    ),
+}
+"""Experiment -> arguments that make it tiny, and what its page maps show."""
+
+UNTIMED = {"code_completion", "devices", "generate"}
+"""Experiments that are looked at while they run."""
+
+
+@pytest.fixture
+def arguments(request: pytest.FixtureRequest, name: str) -> list[str]:
+    if name in ("code_completion", "devices"):
+        return [*request.getfixturevalue("tiny"), *RUNS[name][0]]
+    model = request.getfixturevalue("windowed_model" if name == "layer_groups" else "tiny_model")
+    return [f"model.path={model}", *RUNS[name][0]]
+
+
+def test_every_experiment_that_runs_an_engine_is_in_the_table() -> None:
+    assert set(RUNS) == {name for name, keys in schema.EXPERIMENTS.items() if issubclass(keys, schema.WithPageMap)}
+
+
+@pytest.mark.parametrize("wanted", [True, False], ids=["on", "off"])
+@pytest.mark.parametrize("name", RUNS)
 def test_it_is_part_of_the_report(
-    name: str, wanted: bool, octavo: Command, tiny: list[str], tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, wanted: bool, octavo: Command, arguments: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[PageWatch] = []
-    section = page_map.section
-    monkeypatch.setattr(page_map, "section", lambda watch: (seen.append(watch), section(watch))[1])
-    arguments = tiny if name == "code_completion" else [f"model.path={tiny_model}"]
-    outcome = octavo(f"experiment={name}", "limit=1", f"page_map={str(wanted).lower()}", *arguments)
+    """Where time is measured, all steps that count come first and are not looked at."""
+    shown: list[PageWatch] = []
+    looked: list[bool] = []
+    section, step = page_map.section, Engine.step
+    monkeypatch.setattr(page_map, "section", lambda watch, shows: (shown.append(watch), section(watch, shows))[1])
+    monkeypatch.setattr(Engine, "step", lambda self: (looked.append(self.watch is not None), step(self))[1])
+    outcome = octavo(f"experiment={name}", f"page_map={str(wanted).lower()}", *arguments)
     assert outcome.code == 0, outcome.err
     report = (outcome.folder / "report.html").read_text()
-    assert len(seen) == report.count('<section class="page-map"') == int(wanted)
-    if wanted:
-        same(report, seen[0])
-        assert len(report) < 3_000_000 and len(seen[0].frames) > 3
+    maps = sections(report)
+    assert looked and any(looked) == wanted
+    assert [re.findall("<h2>(.*?)</h2>", text) for text in maps] == [
+        [f"Page map: {shows}"] for shows in RUNS[name][1] if wanted
+    ]
+    for text, watch in zip(maps, shown, strict=True):
+        same(text, watch)
+        assert len(text) < 1_600_000 and len(watch.frames) > 3
+    if wanted and name not in UNTIMED:
+        assert not looked[0] and looked == sorted(looked)
 
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -249,7 +321,7 @@ def test_a_browser_shows_it(watch: PageWatch, tmp_path: Path) -> None:
     file = tmp_path / "map.html"
     file.write_text(page_map.document(watch))
     said = browse(file, DRIVE, tmp_path / "profile")
-    states = ["free 2", "cached 2", "held 1", "shared 0", "image 0", "host 1", "absent 1"]
+    states = ["free 2", "cached 0", "held 1", "shared 1", "image 1", "host 1", "absent 1"]  # the fullest moment
     assert said["start"][0].split("\n") == states
     assert "held 2" in said["Home"][0] and said["Home"][2].startswith("step 1,")
     assert "image 1" in said["ArrowRight"][0]
@@ -281,3 +353,23 @@ def test_a_hundred_thousand_units_are_drawn_in_squares_of_several(
     assert re.search(r"100,000 units of 4 slots; a square is \d units, in their mean colour", said["note"])
     assert said["legend"].split("\n") == ["cached 33,333", "held 66,666", "shared 1"]
     assert 300 < said["width"] <= 900 and 100 < said["height"] <= 400
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium here")
+def test_maps_of_one_page_do_not_disturb_each_other(watch: PageWatch, tmp_path: Path) -> None:
+    file = tmp_path / "maps.html"
+    file.write_text(page_map.section(watch, "one") + page_map.section(watch, "other"))
+    script = """(async () => {
+      const pause = () => new Promise((go) => setTimeout(go, 30));
+      const until = async (what) => { while (!what()) await pause(); };
+      await until(() => document.querySelectorAll(".page-map[data-frame]").length === 2);
+      const [one, other] = document.querySelectorAll(".page-map");
+      other.querySelector("input[value=request]").click();
+      other.querySelector(".grid").dispatchEvent(new KeyboardEvent("keydown", { key: "Home", bubbles: true }));
+      await until(() => other.dataset.frame === "0");
+      return [one, other].map((map) => [map.querySelector("h2").innerText, map.dataset.frame,
+        map.querySelector("input:checked").value, map.querySelector(".legend li").innerText]);
+    })()"""
+    said = browse(file, script, tmp_path / "profile")
+    assert said == [["Page map: one", "1", "state", "free 2"], ["Page map: other", "0", "request", "first 2"]]
