@@ -40,6 +40,7 @@ def _register(
 
     ``fake`` gives the shapes of the results. For the log, ``pool`` says which argument is the pool (or what stands for
     it; None: there is none, and no choice to log), and ``facts(*args)`` what else the kernel depends on.
+    it), and ``facts(*args)`` what else the kernel depends on. An op that touches no pool says nothing.
     """
 
     def run(*args: Any) -> Any:
@@ -169,6 +170,37 @@ merge_states = _register(
     "merge_states",
     "Tensor outs, Tensor lses, Tensor bounds, Tensor? sinks, str backend) -> (Tensor, Tensor)",
     _merge_states_fake,
+)
+
+
+def _page_score_fake(q: Tensor, low: Tensor, high: Tensor, layer: int, rows: Tensor, *rest: Any) -> Tensor:
+    per_query_head = rest[1]
+    heads = q.shape[1] if per_query_head else low.shape[2]
+    return q.new_empty((q.shape[0], heads, rows.shape[1]), dtype=torch.float32)
+
+
+def _page_topk_fake(scores: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    page_units, most = rest[6:8]
+    batch, heads, width = scores.shape
+    listed = min(most, width)
+    shapes = (batch, heads, listed), (batch, heads), (batch, heads, listed * page_units), (batch, heads)
+    pages, counts, entries, slots = (scores.new_empty(shape, dtype=torch.int32) for shape in shapes)
+    return pages, counts, entries, slots
+
+
+page_score = _register(
+    "page_score",
+    "Tensor q, Tensor low, Tensor high, int layer, Tensor rows, Tensor n_pages, bool per_query_head, str backend) "
+    "-> Tensor",
+    _page_score_fake,
+    None,
+    _no_facts,
+)
+page_topk = _register(
+    "page_topk",
+    "Tensor scores, Tensor budget, Tensor keep, Tensor n_pages, Tensor lengths, Tensor table, int page_tokens, "
+    "int page_units, int most, str backend) -> (Tensor, Tensor, Tensor, Tensor)",
+    _page_topk_fake,
     None,
     _no_facts,
 )

@@ -5,6 +5,7 @@ from octavo.kernels.cpu.pages import append, append_fused, transfer
 from octavo.kernels.cpu.shared import decode_shared
 from octavo.kernels.reference.pages import copy_units
 from octavo.kernels.reference.rotation import merge_states, rotate_keys, rotate_queries
+from octavo.kernels.reference.select import page_score, page_topk
 from octavo.kernels.reference.step import scatter_tokens, step_decode
 
 __all__ = [
@@ -14,6 +15,8 @@ __all__ = [
     "decode",
     "decode_shared",
     "merge_states",
+    "page_score",
+    "page_topk",
     "prefill",
     "rotate_keys",
     "rotate_queries",

@@ -4,6 +4,8 @@ from octavo.kernels.triton.append import append, append_fused
 from octavo.kernels.triton.copy import copy_units
 from octavo.kernels.triton.decode import decode
 from octavo.kernels.triton.merge import merge_states
+from octavo.kernels.triton.page_score import page_score
+from octavo.kernels.triton.page_topk import page_topk
 from octavo.kernels.triton.prefill import prefill
 from octavo.kernels.triton.rotate import rotate_keys, rotate_queries
 from octavo.kernels.triton.shared import decode_shared
@@ -17,6 +19,8 @@ __all__ = [
     "decode",
     "decode_shared",
     "merge_states",
+    "page_score",
+    "page_topk",
     "prefill",
     "rotate_keys",
     "rotate_queries",
