@@ -189,8 +189,20 @@ class PageView(Protocol):
         """``[b, P, Hkv, ...]``; rows past a sequence's sealed pages are arbitrary, NaN included."""
         ...
 
+    def bounds(self, q: Tensor, per_query_head: bool = False) -> Tensor:
+        """The largest dot product with ``q [b, Hq, D]`` that any key in a page's min-max box could have: the largest of
+        each group, fp32 [b, Hkv, P], or that of every query head, [b, Hq, P]; minus infinity past the sealed pages.
+        Reads the digest parts "min" and "max", once and in place."""
+        ...
+
     def mass(self, q: Tensor) -> Tensor:
         """Exact softmax mass of each page, fp32 [b, Hkv, P], mean over the query heads of a group. Reads all of K."""
+        ...
+
+    def top(self, scores: Tensor, budget: Tensor, keep: Tensor, most: int) -> Selection:
+        """The open page, then pages in ``keep`` bool [b, P], then the best ``scores`` fp32 [b, H, P], until ``budget``
+        integer [b, H], nowhere above ``most``, is spent. Equal scores go to the lower page, on every backend; NaN is
+        the worst score."""
         ...
 
     def gather(self, selection: Selection) -> tuple[Tensor, Tensor]:
@@ -200,8 +212,8 @@ class PageView(Protocol):
 
 @dataclass(frozen=True)
 class Selection:
-    """Pages to read: ``pages`` int64 [b, H, S], ascending, the open page last, and ``counts`` int64 [b, H] of them
-    that are meant. H is Hkv, or 1 where all heads agree. Entries past the count are arbitrary."""
+    """Pages to read: ``pages`` integer [b, H, S], ascending, the open page last, and ``counts`` integer [b, H] of them
+    that are meant. H is Hkv, or 1 where all heads agree. Entries past the count may be any page."""
 
     pages: Tensor
     counts: Tensor
@@ -288,9 +300,9 @@ class Budget(Protocol):
 
 
 class Selector(Protocol):
-    def select(self, scores: Tensor, budget: Tensor, keep: Tensor, n_pages: Tensor, most: int) -> Selection:
-        """Pick at most ``budget [b, H]`` (and at most ``most``) of each row's ``n_pages [b]`` pages; those in ``keep``
-        bool [b, P] first, then by score. The open page is always picked."""
+    def select(self, scores: Tensor, budget: Tensor, keep: Tensor, pages: PageView, most: int) -> Selection:
+        """Pick at most ``budget [b, H]`` (and at most ``most``) of each row's ``pages.n_pages [b]`` pages; those in
+        ``keep`` bool [b, P] first, then by ``scores`` fp32 [b, H, P]. The open page is always picked."""
         ...
 
 

@@ -37,11 +37,17 @@ class StepPages:
     elements_read: Tensor
     layer: int = 0
     traits: LayerTraits = field(default_factory=lambda: LayerTraits(1.0))
+    _listed: tuple[Selection, int, Tensor, Tensor] | None = None
+    """The last selection of ``top``, the slice it was made for, and the table and slots that came with it."""
 
     @property
     def table(self) -> Tensor:
         """int32 [1, b, 1, M] of the present layer."""
-        return self.tables[self.plan.places[self.layer].slice][None, :, None]
+        return self.tables[self._slice][None, :, None]
+
+    @property
+    def _slice(self) -> int:
+        return self.plan.places[self.layer].slice
 
     @property
     def page_units(self) -> int:
@@ -60,6 +66,24 @@ class StepPages:
         self.elements_read += (self.n_pages - 1) * store[0, 0].numel()
         return store[self.first_units, self.plan.places[self.layer].group_layer]
 
+    def bounds(self, q: Tensor, per_query_head: bool = False) -> Tensor:
+        low, high = self.parts["min"], self.parts["max"]
+        self.elements_read += (self.n_pages - 1) * (2 * low[0, 0].numel())
+        group_layer = self.plan.places[self.layer].group_layer
+        bounds: Tensor = ops.page_score(
+            q, low, high, group_layer, self.first_units, self.n_pages, per_query_head, self.backend
+        )
+        return bounds
+
+    def top(self, scores: Tensor, budget: Tensor, keep: Tensor, most: int) -> Selection:
+        pages, counts, entries, slots = ops.page_topk(
+            scores, budget, keep, self.n_pages, self.lengths, self.tables[self._slice],
+            self.page_tokens, self.page_units, most, self.backend,
+        )  # fmt: skip
+        selection = Selection(pages, counts)
+        self._listed = selection, self._slice, entries[None], slots[None]
+        return selection
+
     def mass(self, q: Tensor) -> Tensor:
         self.elements_read += self.lengths * (self.kv.shape[3] * self.kv.shape[5])
         unit_layer = self.plan.places[self.layer].unit_layer
@@ -72,8 +96,10 @@ class StepPages:
 
     def gather(self, selection: Selection) -> tuple[Tensor, Tensor]:
         """Selected pages are full but for the open one, which comes last, so the tokens fill the first ``slots``
-        without gaps.
+        without gaps. What ``top`` chose for this layer has its table already.
         """
+        if self._listed is not None and self._listed[0] is selection and self._listed[1] == self._slice:
+            return self._listed[2:]
         offsets = torch.arange(self.page_units, device=self.kv.device)
         units = selection.pages[..., None] * self.page_units + offsets  # [b, H, S, page_units]
         heads = selection.pages.shape[1]

@@ -93,7 +93,7 @@ class Method:
         scores = self.scorer.score(q, pages)
         budget = self.budget.allocate(scores, pages)
         most = self.budget.max_pages(pages.layer, pages.page_tokens)
-        return self.selector.select(scores, budget, self.keep.mask(pages), pages.n_pages, most)
+        return self.selector.select(scores, budget, self.keep.mask(pages), pages, most)
 
     def resolve(self, selection: Selection, pages: PageView) -> tuple[Tensor, Tensor]:
         return self.placement.resolve(selection, pages)

@@ -32,15 +32,10 @@ class UpperBound(Scored):
             raise ValueError(f"scorer.group must be 'max' or 'mean', got {self.group!r}")
 
     def score(self, q: Tensor, pages: PageView) -> Tensor:
-        low, high = pages.digest("min").float(), pages.digest("max").float()  # [b, P, Hkv, D]
-        q = q.float().unflatten(1, (low.shape[2], -1))  # [b, Hkv, g, D]
-        bound = torch.einsum("bhgd,bphd->bhgp", q.clamp(min=0), high) + torch.einsum(
-            "bhgd,bphd->bhgp", q.clamp(max=0), low
-        )
         if self.group == "max":
-            return bound.amax(2)
-        sealed = torch.arange(pages.max_pages, device=q.device) < (pages.n_pages - 1)[:, None]  # [b, P]
-        return (bound * pages.traits.scale).where(sealed[:, None, None], -torch.inf).softmax(3).mean(2)
+            return pages.bounds(q)
+        probs = (pages.bounds(q, per_query_head=True) * pages.traits.scale).softmax(2)  # [b, Hq, P]
+        return probs.unflatten(1, (pages.kv_heads, -1)).mean(2)
 
     def elements(self, tokens: int, spec: ModelSpec, page_tokens: int) -> int:
         return (tokens - 1) // page_tokens * 2 * spec.head_dim

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import prod
 
 import numpy as np
 import torch
@@ -19,6 +20,14 @@ class DigestStore:
     """Digests of one kind: each part is ``[units + 1, layers, Hkv, ...]`` in the pool's dtype, a row a first unit. The
     layers are those of ``group``: methods choose pages in layers that see everything.
 
+    A decode step scores all pages of one layer, then those of the next, so in memory the layers come first, and all
+    parts of a page and head lie side by side, which is one read (parts "min" and "max" of size D)::
+
+        layer 0                                                                      | layer 1 ...
+        row 0                             | row 1                             | ...
+        head 0: min, max | head 1 ...     | head 0: min, max | head 1 ...     |
+        ^ 2 D elements     ^ 2 Hkv D elements a page: neighbouring pages are neighbours here too
+
     A row is valid while ``generation`` says that the page has not been given to somebody else since it was made.
     """
 
@@ -32,14 +41,18 @@ class DigestStore:
         self._page_units = page_tokens // kv.shape[4]
         self._made = np.full(kv.shape[0], -1, np.int64)
         shapes = digest.spec(page_tokens, spec.kv_heads, spec.head_dim)
+        widths = [prod(shape[1:]) for shape in shapes.values()]
+        whole = (len(group.layers), kv.shape[0], spec.kv_heads, sum(widths))
+        self._store = torch.empty(whole, dtype=kv.dtype, device=kv.device)
+        pieces = torch.split(self._store.transpose(0, 1), widths, 3)
         self.parts = {
-            name: torch.empty((kv.shape[0], len(group.layers), *shape), dtype=kv.dtype, device=kv.device)
-            for name, shape in shapes.items()
+            name: piece.view(*piece.shape[:3], *shape[1:])
+            for (name, shape), piece in zip(shapes.items(), pieces, strict=True)
         }
 
     @property
     def nbytes(self) -> int:
-        return sum(part.nbytes for part in self.parts.values())
+        return self._store.nbytes
 
     def make(self, pages: Iterable[Pages]) -> None:
         """Digest the full pages that have none yet, all layers at once."""

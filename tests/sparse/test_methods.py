@@ -8,9 +8,11 @@ import torch
 
 from octavo.core import SamplingParams
 from octavo.core.costs import predict_decode
-from octavo.core.interfaces import LayerTraits
+from octavo.core.interfaces import LayerTraits, Selection
 from octavo.core.scheduler import StepPlan
+from octavo.kernels import ops
 from octavo.scripts.build import method
+from octavo.sparse.placements import Resident
 
 NAMES = sorted(path.stem for path in (Path(__file__).parents[2] / "configs" / "sparse").glob("*.yaml"))
 SMALL = {"keep": {"sink_tokens": 4, "recent_tokens": 4}, "dense_layers": [0]}
@@ -196,6 +198,16 @@ class View:
         digest[0, 8:], digest[1, 5:] = float("nan"), float("nan")
         return digest
 
+    def bounds(self, q, per_query_head=False):
+        low, high = (self.digest(part).flatten(0, 1)[:, None] for part in ("min", "max"))  # a row a page, one layer
+        return ops.page_score(q, low, high, 0, torch.arange(18).view(2, 9), self.n_pages, per_query_head, "reference")
+
+    def top(self, scores, budget, keep, most):
+        table = torch.zeros(2, 9, dtype=torch.int32)
+        return Selection(
+            *ops.page_topk(scores, budget, keep, self.n_pages, self.lengths, table, 4, 1, most, "reference")[:2]
+        )
+
     def dots(self):
         """Dot products of each query head with each key: [b, Hkv, g, P, p]; -inf where there is no token."""
         dots = torch.einsum("bhgd,bphtd->bhgpt", self.q.view(2, 2, 2, 8), self.k)
@@ -253,6 +265,36 @@ def test_quest_bounds_every_key_of_a_page(seed):
     assert (bound >= true - 1e-5)[0, :, :8].all() and (bound >= true - 1e-5)[1, :, :5].all()
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_quest_can_average_the_softmax_of_its_group(seed):
+    view = View(seed)
+    scores = make("quest", scorer={"group": "mean"}).scorer.score(view.q, view)
+    box = torch.stack([view.digest("min"), view.digest("max")])  # [2, b, P, Hkv, D]
+    for b, sealed in enumerate((8, 5)):
+        corners = box[:, b, :sealed, :, None] * view.q[b].view(2, 2, 8)  # [2, P, Hkv, g, D]
+        bounds = corners.amax(0).sum(-1) * view.traits.scale
+        torch.testing.assert_close(scores[b, :, :sealed], bounds.softmax(0).mean(2).T)
+
+
+@pytest.mark.parametrize("page_tokens", [4, 12])
+def test_the_table_that_comes_with_a_choice_is_the_gathered_one(page_tokens, model, engine_for, drain, monkeypatch):
+    """Page sizes of one unit and of three."""
+    compared = []
+
+    def resolve(self, selection, pages):
+        table, slots = pages.gather(selection)
+        gathered, same_slots = pages.gather(Selection(selection.pages, selection.counts))
+        read = torch.arange(table.shape[3]) * pages.kv.shape[4] < slots[..., None]
+        assert torch.equal(table.where(read, 0), gathered.where(read, 0)) and torch.equal(slots, same_slots)
+        compared.append(table is not gathered)
+        return table, slots
+
+    monkeypatch.setattr(Resident, "resolve", resolve)
+    engine = engine_for(model, page_tokens=page_tokens, pool_tokens=40 * page_tokens)
+    run(engine, drain, {"a": (PROMPT, params(), make("quest", 3 * page_tokens)), "b": (PROMPT[:40], params(), None)})
+    assert len(compared) == 11 * 2 and all(compared)
+
+
 def test_oracle_captures_the_most_mass_and_random_the_least():
     captured = {}
     for name in ("oracle", "quest", "random"):
@@ -260,7 +302,7 @@ def test_oracle_captures_the_most_mass_and_random_the_least():
         for seed in range(20):
             view = View(seed)
             pages = make(name).select(view.q, view).pages
-            total += view.mass(view.q).gather(2, pages).sum().item()
+            total += view.mass(view.q).gather(2, pages.long()).sum().item()
         captured[name] = total
     assert captured["oracle"] > captured["quest"] > captured["random"]
 
