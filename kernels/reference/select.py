@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from octavo.kernels.layout import MAX_UNITS
+
 
 def page_score(
     q: Tensor, low: Tensor, high: Tensor, layer: int, rows: Tensor, n_pages: Tensor, per_query_head: bool
@@ -75,13 +77,19 @@ def page_topk(
     value = scores.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf).where(rank == 1, 0.0)
     order = value.argsort(dim=2, descending=True, stable=True)
     order = order.gather(2, rank.gather(2, order).argsort(dim=2, descending=True, stable=True))
+    return read_list(order[..., :most], budget, n_pages, lengths, table, page_tokens, page_units)
 
-    listed = min(most, width)
+
+def read_list(
+    best: Tensor, budget: Tensor, n_pages: Tensor, lengths: Tensor, table: Tensor, page_tokens: int, page_units: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The results of ``page_topk`` from the ids int64 [B, H, S] of a row's ``best`` pages, best first."""
+    heads, listed = best.shape[1:]
     counts = torch.minimum(budget.clamp(min=1, max=listed), n_pages[:, None])
-    meant = torch.arange(listed, device=scores.device) < counts[..., None]  # [B, H, S]
-    pages = order[..., :listed].where(meant, width).sort(2).values.where(meant, 0)
+    meant = torch.arange(listed, device=best.device) < counts[..., None]  # [B, H, S]
+    pages = best.where(meant, MAX_UNITS).sort(2).values.where(meant, 0)
 
-    units = pages[..., None] * page_units + torch.arange(page_units, device=scores.device)  # [B, H, S, page_units]
+    units = pages[..., None] * page_units + torch.arange(page_units, device=best.device)  # [B, H, S, page_units]
     entries = table[:, None].expand(-1, heads, -1).gather(2, units.flatten(2))
     entries = entries.where(meant.repeat_interleave(page_units, 2), 0)
     open_tokens = lengths - (n_pages - 1) * page_tokens

@@ -109,11 +109,11 @@ def test_reference_scores_are_the_largest_corner_of_the_box(case):
     assert torch.equal(reference.page_score(q, low, high, layer, rows, n_pages, False), grouped)
 
 
-@interpreted
 @pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("backend", BACKENDS[1:])
 @pytest.mark.parametrize("case", SCORE, ids=ids)
-def test_score_triton(case):
-    compare_scores("triton", case, torch.float32)
+def test_score(case, backend):
+    compare_scores(backend, case, torch.float32)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -281,10 +281,10 @@ def test_choice_triton_by_blocks(case, small_tiles):
     compare_choice("triton", case)
 
 
-@interpreted
+@pytest.mark.parametrize("backend", BACKENDS[1:])
 @pytest.mark.parametrize("case", TOPK, ids=ids)
-def test_choice_triton_whole(case):
-    compare_choice("triton", case)
+def test_choice(case, backend):
+    compare_choice(backend, case)
 
 
 @pytest.mark.gpu
