@@ -139,13 +139,14 @@ def _topk(count: int, width: int, device: torch.device) -> Field:
     n_pages = torch.full((batch,), width, dtype=torch.int32, device=device)
     keep = torch.zeros(batch, width, dtype=torch.bool, device=device)
     keep[:, 0] = keep[:, -4:] = True
+    lengths = n_pages * PAGE
     table = pack_entries(torch.randperm(batch * width, device=device) + 1, PAGE).view(batch, width)
 
     def scores() -> Tensor:
         return torch.randn(batch, KV_HEADS, width, device=device) * 10 + 20
 
     def octavo(scores: Tensor, backend: str = "triton") -> tuple[Tensor, ...]:
-        return ops.page_topk(scores, budget, keep, n_pages, n_pages * PAGE, table, PAGE, 1, most, backend)
+        return ops.page_topk(scores, budget, keep, n_pages, lengths, table, PAGE, 1, most, backend)
 
     def torch_topk(scores: Tensor) -> Tensor:
         return scores.topk(most, 2).indices.sort(2).values
