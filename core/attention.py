@@ -110,7 +110,11 @@ class DecodeGroup:
 
 @dataclass
 class PrefillGroup:
-    """Rows ``start`` onwards: chunks of several queries. ``cu_q`` int32 [b + 1] counts from ``start``."""
+    """Rows ``start`` onwards: chunks of several queries. ``cu_q`` int32 [b + 1] counts from ``start``.
+
+    ``q_span`` int32 [T, 2]: bidirectional spans of the queries, if there are any. ``counts`` and ``contexts`` [b]: the
+    queries of each chunk and the tokens before it as the host knows them, if every sequence is stored in logical order.
+    """
 
     start: int
     tables: Tensor
@@ -119,6 +123,9 @@ class PrefillGroup:
     q_pos: Tensor
     max_q: int
     unit_pos: Tensor | None = None
+    q_span: Tensor | None = None
+    counts: list[int] = field(default_factory=list)
+    contexts: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -170,6 +177,7 @@ class PagedStep:
         out, _ = ops.prefill(
             q, self.kv, place.unit_layer, table, group.slots, group.cu_q, group.q_pos, group.unit_pos, traits.sinks,
             traits.scale, traits.window, traits.softcap, group.max_q, False, self.backend,
+            q_span=group.q_span, counts=group.counts, contexts=group.contexts,
         )  # fmt: skip
         return out  # type: ignore[no-any-return]
 

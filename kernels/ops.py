@@ -20,6 +20,7 @@ from octavo.kernels.reference import backend as reference
 _KERNELS = {"reference": "torch", "cpu": "torch", "triton": "Triton"}
 """What runs an op of a backend, where there is nothing to choose."""
 _CHOOSES = {("decode", "cpu"), ("decode", "triton"), ("decode_shared", "cpu")}
+_CHOOSES = {("decode", "cpu"), ("decode", "triton"), ("prefill", "triton")}
 """Where there is, and the choice is logged by the one who makes it."""
 
 
@@ -36,18 +37,18 @@ _library = torch.library.Library("octavo", "DEF")
 def _register(
     name: str, schema: str, fake: Callable[..., Any], pool: int | None, facts: Callable[..., dict[str, object]]
 ) -> Any:
-    """Make ``torch.ops.octavo.<name>``, whose last argument names the backend.
+    """Make ``torch.ops.octavo.<name>``, whose last positional argument names the backend.
 
     ``fake`` gives the shapes of the results. For the log, ``pool`` says which argument is the pool (or what stands for
     it; None: there is none, and no choice to log), and ``facts(*args)`` what else the kernel depends on.
     it), and ``facts(*args)`` what else the kernel depends on. An op that touches no pool says nothing.
     """
 
-    def run(*args: Any) -> Any:
+    def run(*args: Any, **named: Any) -> Any:
         by = args[-1]
         if log.KERNELS and pool is not None and (name, by) not in _CHOOSES:
             log.chosen(name, by, _KERNELS[by], args[pool], **facts(*args))
-        return getattr(backend(by), name)(*args[:-1])
+        return getattr(backend(by), name)(*args[:-1], **named)
 
     _library.define(f"{name}({schema}")
     _library.impl(name, run, "CPU")
@@ -71,7 +72,7 @@ def _decode_fake(q: Tensor, pool: Tensor, layer: int, table: Tensor, *rest: Any)
     return torch.empty_like(q), q.new_empty(lse, dtype=torch.float32), q.new_empty(mass, dtype=torch.float32)
 
 
-def _prefill_fake(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def _prefill_fake(q: Tensor, *rest: Any, **_: Any) -> tuple[Tensor, Tensor]:
     want_lse = rest[-2]
     return torch.empty_like(q), q.new_empty(q.shape[:2] if want_lse else (0,), dtype=torch.float32)
 
@@ -92,7 +93,8 @@ decode = _register(
 )
 prefill = _register(
     "prefill",
-    f"{_TABLE}, Tensor cu_q, Tensor q_pos, {_SCORES}, int max_q, bool want_lse, str backend) -> (Tensor, Tensor)",
+    f"{_TABLE}, Tensor cu_q, Tensor q_pos, {_SCORES}, int max_q, bool want_lse, str backend, *, "
+    "Tensor? q_span=None, int[] counts=[], int[] contexts=[]) -> (Tensor, Tensor)",
     _prefill_fake,
     pool=1,
     facts=lambda q, *rest: {"query_heads": q.shape[1], "window": rest[9]},
@@ -203,4 +205,18 @@ page_topk = _register(
     _page_topk_fake,
     None,
     _no_facts,
+)
+
+
+def _gather_fake(pool: Tensor, layer: int, table: Tensor, lengths: Tensor, tokens: int, *_: Any) -> Any:
+    shape = (table.shape[1], pool.shape[3], tokens, pool.shape[5])
+    return pool.new_empty(shape), pool.new_empty(shape)
+
+
+gather = _register(
+    "gather",
+    "Tensor pool, int layer, Tensor table, Tensor lengths, int tokens, str backend) -> (Tensor, Tensor)",
+    _gather_fake,
+    pool=0,
+    facts=_no_facts,
 )

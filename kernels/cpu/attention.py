@@ -12,6 +12,8 @@ times slower than that in bf16. Products accumulate in fp32; in a half-precision
 results, the scores, to its type before the softmax, as in transformers' eager attention.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -95,6 +97,9 @@ def prefill(
     softcap: float,
     max_q: int,
     want_lse: bool,
+    q_span: Tensor | None = None,
+    counts: Sequence[int] = (),
+    contexts: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor]:
     heads, dim = pool.shape[3], pool.shape[5]
     group = q.shape[1] // heads
@@ -109,8 +114,9 @@ def prefill(
         context = _Context(pool, layer, table[b], lengths[b], None if starts is None else starts[b])
         for start in range(bounds[b], bounds[b + 1], QUERY_BLOCK):
             rows = slice(start, min(start + QUERY_BLOCK, bounds[b + 1]))
-            part = context.seen_by(positions[start], positions[rows.stop - 1], window)
-            hidden = part.hidden(q_pos[rows], window)  # [1 or Hkv, q, last slots]
+            spans = None if q_span is None else q_span[rows]
+            part = context.seen_by(positions[start], positions[rows.stop - 1], window, spans)
+            hidden = part.hidden(q_pos[rows], window, spans)  # [1 or Hkv, q, last slots]
             blind = hidden.shape[2] == part.keys.shape[1] and bool(hidden.all(2).any())
             for head in range(heads):
                 of_head = slice(head * group, (head + 1) * group)
@@ -150,23 +156,32 @@ class _Context:
         if starts is not None:
             self.positions = starts[:, :used].repeat_interleave(unit_tokens, 1) + slot % unit_tokens
 
-    def seen_by(self, first_position: int, last_position: int, window: int) -> "_Context":
+    def seen_by(self, first_position: int, last_position: int, window: int, spans: Tensor | None) -> "_Context":
         """The slots that queries at these positions can see at most; all of them where stored order is not logical."""
         if not self.logical:
             return self
-        reach = slice(max(0, first_position - window + 1) if window else 0, last_position + 1)
+        first, past_last = max(0, first_position - window + 1) if window else 0, last_position + 1
+        for begin, end in () if spans is None else spans.unique(dim=0).tolist():
+            if begin < end:
+                first, past_last = min(first, begin), max(past_last, end)
+        reach = slice(first, past_last)
         part = object.__new__(_Context)
         part.keys, part.values = self.keys[:, reach], self.values[:, reach]
         part.held = None if self.held is None else self.held[:, reach]
         part.positions, part.logical = self.positions[:, reach], True
         return part
 
-    def hidden(self, q_pos: Tensor, window: int) -> Tensor:
+    def hidden(self, q_pos: Tensor, window: int, spans: Tensor | None) -> Tensor:
         """bool [1 or H, q, n] of what queries ``q_pos [q]`` must not see among the last n slots; they see all before.
 
         Where stored order is logical and nothing else hides, those are the slots that the queries themselves fill.
         """
-        if self.logical and not window and (self.held is None or bool(self.held[:, : -len(q_pos)].all())):
+        if (
+            self.logical
+            and not window
+            and spans is None
+            and (self.held is None or bool(self.held[:, : -len(q_pos)].all()))
+        ):
             last = slice(max(0, self.keys.shape[1] - len(q_pos)), None)
         else:
             last = slice(0, None)
@@ -174,6 +189,10 @@ class _Context:
         hidden = distance < 0
         if window:
             hidden = hidden | (distance >= window)
+        if spans is not None:
+            first, past_last = spans[None, :, :, None].unbind(2)  # [1, q, 1]
+            key_pos = self.positions[:, None, last]
+            hidden = hidden & ~((first <= key_pos) & (key_pos < past_last))
         return hidden if self.held is None else hidden | ~self.held[:, None, last]
 
 

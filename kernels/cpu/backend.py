@@ -4,6 +4,7 @@ from octavo.kernels.cpu.attention import decode, prefill
 from octavo.kernels.cpu.pages import append, append_fused, transfer
 from octavo.kernels.cpu.select import page_score, page_topk
 from octavo.kernels.cpu.shared import decode_shared
+from octavo.kernels.reference.attention import gather
 from octavo.kernels.reference.pages import copy_units
 from octavo.kernels.reference.rotation import merge_states, rotate_keys, rotate_queries
 from octavo.kernels.reference.step import scatter_tokens, step_decode
@@ -14,6 +15,7 @@ __all__ = [
     "copy_units",
     "decode",
     "decode_shared",
+    "gather",
     "merge_states",
     "page_score",
     "page_topk",

@@ -11,11 +11,16 @@ KV heads: a shared table and a per-(layer, head) table differ by broadcasting al
     unit_pos  int32 [Lt, B, Ht, M]   position in the sequence of each entry's first slot; None: entry j starts at
                                      j * u (stored order is logical order)
     q_pos     int32                  position of each query
+    q_span    int32 [T, 2]           half-open range of positions, (first, past-last), of the bidirectional span that a
+                                     query belongs to; (0, 0): none
 
-A query sees a key when ``key_pos <= q_pos`` and, with a window W > 0, ``q_pos - key_pos < W``. ``softcap`` c > 0
+A query sees a key when ``key_pos <= q_pos`` and, with a window W > 0, ``q_pos - key_pos < W``; besides, it sees the
+whole of its own span, later keys and keys behind the window included (as for Gemma 3's images). ``softcap`` c > 0
 replaces a score s by c * tanh(s / c). ``sinks [Hq]`` are learned logits that join the softmax with no value.
 Scores, softmax and sums are fp32. A row that sees nothing gives 0 and a log-sum-exp of minus infinity.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -79,10 +84,17 @@ def prefill(
     softcap: float,
     max_q: int,
     want_lse: bool,
+    q_span: Tensor | None = None,
+    counts: Sequence[int] = (),
+    contexts: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor]:
     """Ragged queries ``q [T, Hq, D]``: sequence b owns rows ``cu_q[b] : cu_q[b + 1]`` (int32 [B + 1]), at most
     ``max_q`` of them, at positions that follow on one another; rows past ``cu_q[B]`` belong to nobody and see nothing.
     The K and V of the queries' own tokens are already in the pool, and ``lengths`` counts them.
+
+    ``counts`` and ``contexts`` [B] tell the host what the device knows from ``cu_q`` and ``q_pos``: the queries of each
+    sequence, and the tokens before them. They change no result and may be left out; a backend may use them to choose
+    how it computes. Who gives them says that every entry but a sequence's last is full.
 
     Returns ``out [T, Hq, D]`` in q's dtype and, when ``want_lse``, ``lse`` fp32 [T, Hq]; otherwise ``lse`` is empty.
     """
@@ -95,13 +107,26 @@ def prefill(
         rows = slice(bounds[b], bounds[b + 1])
         for head in range(kv_heads):
             keys, values, key_pos, _ = _gather(pool, layer, table, lengths, unit_pos, b, head)
-            visible = _visible(key_pos, q_pos[rows], window)
+            visible = _visible(key_pos, q_pos[rows], window, None if q_span is None else q_span[rows])
             for h in range(head * group, (head + 1) * group):
                 row_sinks = None if sinks is None else sinks[h].expand(rows.stop - rows.start)
                 probs, row_lse = _softmax(_scores(q[rows, h], keys, scale, softcap), visible, row_sinks)
                 out[rows, h] = (probs @ _seen(values, visible)).to(q.dtype)
                 lse[rows, h] = row_lse
     return out, lse if want_lse else lse.new_empty(0)
+
+
+def gather(pool: Tensor, layer: int, table: Tensor, lengths: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+    """The K and V of the first ``tokens`` tokens of every sequence, in the order of its table, without the slots that
+    hold none: ``keys, values [B, Hkv, tokens, D]`` in the pool's dtype, zeros behind a sequence's last token."""
+    shape = (table.shape[1], pool.shape[3], tokens, pool.shape[5])
+    keys, values = pool.new_zeros(shape), pool.new_zeros(shape)
+    for b in range(shape[0]):
+        for head in range(shape[1]):
+            k, v, _, _ = _gather(pool, layer, table, lengths, None, b, head)
+            keys[b, head, : len(k)] = k[:tokens]
+            values[b, head, : len(v)] = v[:tokens]
+    return keys, values
 
 
 def _gather(
@@ -127,9 +152,14 @@ def _scores(q: Tensor, keys: Tensor, scale: float, softcap: float) -> Tensor:
     return softcap * torch.tanh(scores / softcap) if softcap else scores
 
 
-def _visible(key_pos: Tensor, q_pos: Tensor, window: int) -> Tensor:
+def _visible(key_pos: Tensor, q_pos: Tensor, window: int, q_span: Tensor | None = None) -> Tensor:
+    """Which keys [n] the queries [q] see, bool [q, n]."""
     distance = q_pos.long()[:, None] - key_pos[None, :]
-    return (distance >= 0) & (distance < window) if window else distance >= 0
+    visible = (distance >= 0) & (distance < window) if window else distance >= 0
+    if q_span is not None:
+        first, past_last = q_span.long()[:, :, None].unbind(1)
+        visible |= (first <= key_pos[None, :]) & (key_pos[None, :] < past_last)
+    return visible
 
 
 def _seen(values: Tensor, visible: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """The reference backend: every op in plain torch, the truth that the others are tested against."""
 
-from octavo.kernels.reference.attention import decode, prefill
+from octavo.kernels.reference.attention import decode, gather, prefill
 from octavo.kernels.reference.pages import append, append_fused, copy_units, transfer
 from octavo.kernels.reference.rotation import merge_states, rotate_keys, rotate_queries
 from octavo.kernels.reference.select import page_score, page_topk
@@ -13,6 +13,7 @@ __all__ = [
     "copy_units",
     "decode",
     "decode_shared",
+    "gather",
     "merge_states",
     "page_score",
     "page_topk",

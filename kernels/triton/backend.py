@@ -3,10 +3,11 @@
 from octavo.kernels.triton.append import append, append_fused
 from octavo.kernels.triton.copy import copy_units
 from octavo.kernels.triton.decode import decode
+from octavo.kernels.triton.gather import gather
 from octavo.kernels.triton.merge import merge_states
 from octavo.kernels.triton.page_score import page_score
 from octavo.kernels.triton.page_topk import page_topk
-from octavo.kernels.triton.prefill import prefill
+from octavo.kernels.triton.prefill_dense import prefill
 from octavo.kernels.triton.rotate import rotate_keys, rotate_queries
 from octavo.kernels.triton.shared import decode_shared
 from octavo.kernels.triton.step import scatter_tokens, step_decode
@@ -18,6 +19,7 @@ __all__ = [
     "copy_units",
     "decode",
     "decode_shared",
+    "gather",
     "merge_states",
     "page_score",
     "page_topk",

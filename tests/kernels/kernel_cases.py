@@ -37,6 +37,7 @@ class Case:
     gain: float = 1.0  # standard deviation of the raw scores
     rewind: int = 0  # the query stands this many positions before the end
     padding: int = 0  # rows of q that belong to no sequence
+    spans: tuple[tuple[int, int], ...] = ()  # bidirectional ranges of positions, in every sequence
 
 
 DECODE = [
@@ -86,6 +87,23 @@ PREFILL = [
     Case("prefill-sealed-stored", (90,), queries=(50,), page=24, segments=(13, 30), stored=True, softcap=30.0),
 ]
 
+PREFILL_SPANS = [  # past a window's edge, past the chunk, past the end, one position, side by side
+    Case("spans", (60, 7, 0), (60, 7, 0), spans=((5, 12), (12, 40), (50, 51), (58, 90))),
+    Case("spans-chunk", (90, 33), (20, 30), spans=((60, 80), (85, 90))),
+    Case("spans-begun-before-the-chunk", (90,), (7,), spans=((40, 86),)),
+    Case("spans-window", (90, 20), (60, 20), spans=((3, 30), (40, 81)), window=17),
+    Case("spans-window-chunk", (90,), (9,), spans=((10, 85),), window=5, padding=3),
+    Case("spans-softcap-sinks", (70,), (40,), spans=((35, 60),), softcap=30.0, gain=70.0, sinks=True),
+    Case("spans-stored", (70, 9), (40, 9), page=8, spans=((33, 61), (2, 5)), stored=True),
+    Case("spans-sealed-stored", (90,), (50,), page=24, segments=(13, 30), spans=((43, 73),), stored=True, window=20),
+    Case("spans-sealed", (100,), (70,), segments=(45, 13, 33), spans=((48, 61),), window=33),
+    Case("spans-tables-head", (90, 20), (40, 20), tables="head", page=8, stored=True, spans=((52, 80),)),
+    Case(
+        "spans-everything", (90, 40), (60, 3), (6, 2), 80, 8, spans=((31, 47), (70, 89)), stored=True, window=11,
+        softcap=50.0, gain=30.0, sinks=True, padding=5, tables="layer+head",
+    ),
+]  # fmt: skip
+
 LARGE_DECODE = [  # for a GPU: many splits, real tiles
     Case("large-ragged", (0, 1, 255, 256, 257, 1000, 5000), heads=(32, 8), head_dim=128, mass=True),
     Case("large-batch-1", (9000,), heads=(32, 8), head_dim=128, mass=True),
@@ -100,6 +118,11 @@ LARGE_PREFILL = [
     Case("large-prefill-sealed", (900,), queries=(300,), heads=(12, 2), page=24, segments=(313, 30, 7), sinks=True),
     Case("large-prefill-stored", (900, 0), queries=(300, 0), heads=(7, 7), stored=True, tables="head", padding=100),
 ]
+LARGE_PREFILL_SPANS = [
+    Case("large-spans", (1500, 700), (1500, 130), (32, 8), 128, spans=((100, 356), (600, 700), (1300, 1600))),
+    Case("large-spans-window", (1200,), (900,), (8, 4), 256, window=300, spans=((200, 712), (713, 969))),
+    Case("large-spans-stored", (900, 40), (500, 40), (28, 4), 128, 24, stored=True, sinks=True, spans=((450, 800),)),
+]
 
 # Relative error of the outputs in norm; the probabilities meet the values in the inputs' own precision.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
@@ -107,7 +130,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
 @dataclass(frozen=True)
 class Inputs:
-    """The arguments that decode and prefill share; ``args()`` puts them in the order of the reference."""
+    """The arguments of decode and prefill; ``args()`` puts all but ``q_span`` in the order of the reference."""
 
     case: Case
     q: Tensor
@@ -118,6 +141,7 @@ class Inputs:
     unit_pos: Tensor | None
     sinks: Tensor | None
     cu_q: Tensor
+    q_span: Tensor | None
 
     def args(self) -> tuple:
         case = self.case
@@ -193,7 +217,16 @@ def build(case: Case, dtype: torch.dtype, device: str = "cpu") -> Inputs:
         unit_pos.to(device) if case.stored else None,
         None if sinks is None else sinks.to(device, dtype),
         cu_q.to(device),
+        _spans(q_pos, case.spans).to(device) if case.spans else None,
     )
+
+
+def _spans(q_pos: Tensor, spans: tuple[tuple[int, int], ...]) -> Tensor:
+    """The span that each query is in, int32 [T, 2]."""
+    q_span = torch.zeros((len(q_pos), 2), dtype=torch.int32)
+    for first, past_last in spans:
+        q_span[(q_pos >= first) & (q_pos < past_last)] = torch.tensor([first, past_last], dtype=torch.int32)
+    return q_span
 
 
 def _units(tokens: int, case: Case, unit: int) -> tuple[Tensor, Tensor]:
