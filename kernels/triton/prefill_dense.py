@@ -18,7 +18,7 @@ torch aligns ``is_causal`` top-left, so that it suits a square and no chunk; its
 at the context, which needs no alignment: cuDNN without a mask gives output and log-sum-exp, and the paged kernel takes
 them as the state of its online softmax. No score is computed twice, and nothing is merged afterwards.
 
-cuDNN builds a plan for every new shape, which takes it a good part of a second; so rows and context come in whole
+cuDNN builds a plan for every new shape, which takes the host tens of milliseconds; so rows and context come in whole
 grains (``prefill_dense`` in the settings), and what is left over goes to the paged kernel, in one launch for the whole
 batch: it works out by itself what is done (``Done``), so nothing is sent to the device.
 
@@ -80,7 +80,8 @@ def prefill(
 
     finished = sum(part.rows for part in parts if part.base == 0) == len(q)
     if finished and len(parts) == 1 and q.is_contiguous() and not want_lse:  # SDPA's result is the result
-        return _dense(q, pool, layer, table, lengths, parts[0], scale)[0], q.new_empty(0, dtype=torch.float32)
+        out, _ = _dense(q, pool, layer, table, lengths, parts[0], scale)
+        return out.contiguous(), q.new_empty(0, dtype=torch.float32)
     out = torch.empty_like(q)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     for part in parts:

@@ -284,8 +284,8 @@ class TestGPU:
             compare("triton", Case("large-tma", (1500, 700), (1500, 130), (32, 8), 128, page), torch.bfloat16, "cuda")
 
     @pytest.mark.parametrize("case", PREFILL + LARGE_PREFILL, ids=ids)
-    def test_two_warps_less(self, case):
-        """Another of the settings that a chip's table may hold."""
+    def test_other_settings(self, case):
+        """What a chip's table may hold: two programs an SM."""
         from octavo.kernels.triton import settings
 
         with settings.trial("prefill", BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=2):
