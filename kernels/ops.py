@@ -22,6 +22,7 @@ _KERNELS = {"reference": "torch", "cpu": "torch", "triton": "Triton"}
 _CHOOSES = {("decode", "cpu"), ("decode", "triton"), ("decode_shared", "cpu")}
 _CHOOSES = {("decode", "cpu"), ("decode", "triton"), ("prefill", "triton")}
 """Where there is, and the choice is logged by the one who makes it."""
+_CHOOSES |= {("sample", name) for name in _KERNELS}  # no pool to speak of: what runs is told by the backend
 
 
 def backend(name: str) -> ModuleType:
@@ -219,4 +220,13 @@ gather = _register(
     _gather_fake,
     pool=0,
     facts=_no_facts,
+)
+
+_FILTERS = "Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p"
+sample = _register(
+    "sample",
+    f"Tensor logits, {_FILTERS}, Tensor seeds, Tensor draws, str backend) -> Tensor",
+    lambda logits, *_: logits.new_empty(logits.shape[0], dtype=torch.int64),
+    0,
+    _no_facts,
 )

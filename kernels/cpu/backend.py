@@ -2,6 +2,7 @@
 
 from octavo.kernels.cpu.attention import decode, prefill
 from octavo.kernels.cpu.pages import append, append_fused, transfer
+from octavo.kernels.cpu.sampling import sample
 from octavo.kernels.cpu.select import page_score, page_topk
 from octavo.kernels.cpu.shared import decode_shared
 from octavo.kernels.reference.attention import gather
@@ -22,6 +23,7 @@ __all__ = [
     "prefill",
     "rotate_keys",
     "rotate_queries",
+    "sample",
     "scatter_tokens",
     "step_decode",
     "transfer",

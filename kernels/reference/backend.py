@@ -3,6 +3,7 @@
 from octavo.kernels.reference.attention import decode, gather, prefill
 from octavo.kernels.reference.pages import append, append_fused, copy_units, transfer
 from octavo.kernels.reference.rotation import merge_states, rotate_keys, rotate_queries
+from octavo.kernels.reference.sampling import sample
 from octavo.kernels.reference.select import page_score, page_topk
 from octavo.kernels.reference.shared import decode_shared
 from octavo.kernels.reference.step import scatter_tokens, step_decode
@@ -20,6 +21,7 @@ __all__ = [
     "prefill",
     "rotate_keys",
     "rotate_queries",
+    "sample",
     "scatter_tokens",
     "step_decode",
     "transfer",

@@ -9,6 +9,7 @@ from octavo.kernels.triton.page_score import page_score
 from octavo.kernels.triton.page_topk import page_topk
 from octavo.kernels.triton.prefill_dense import prefill
 from octavo.kernels.triton.rotate import rotate_keys, rotate_queries
+from octavo.kernels.triton.sample import sample
 from octavo.kernels.triton.shared import decode_shared
 from octavo.kernels.triton.step import scatter_tokens, step_decode
 from octavo.kernels.triton.transfer import transfer
@@ -26,6 +27,7 @@ __all__ = [
     "prefill",
     "rotate_keys",
     "rotate_queries",
+    "sample",
     "scatter_tokens",
     "step_decode",
     "transfer",
