@@ -4,34 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.core.outputs import TokenLogprobs
 from octavo.core.sequence import Sequence
-
-_MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-
-
-def uniform(seeds: NDArray[np.uint64], draws: NDArray[np.uint64]) -> NDArray[np.floating]:
-    """The ``draws``-th number in [0, 1) of each seed's stream.
-
-    Counter-based (the finaliser of SplitMix64, Steele et al., OOPSLA 2014, applied to the seed and then to the
-    counter), so a draw depends on the request's seed and on how many tokens it has, and on nothing else: not on
-    batch mates, chunks or preemption.
-    """
-    with np.errstate(over="ignore"):
-        return (_mix(_mix(seeds + _GOLDEN) + (draws + np.uint64(1)) * _GOLDEN) >> np.uint64(11)) * 2.0**-53
-
-
-def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    x = (x ^ (x >> np.uint64(30))) * _MIX[0]
-    x = (x ^ (x >> np.uint64(27))) * _MIX[1]
-    mixed: NDArray[np.uint64] = x ^ (x >> np.uint64(31))
-    return mixed
+from octavo.kernels import ops
 
 
 @dataclass
@@ -42,21 +20,19 @@ class Drawn:
     logprobs: list[TokenLogprobs | None]
 
 
-def sample(logits: Tensor, sequences: list[Sequence], eos_token_ids: frozenset[int]) -> Drawn:
-    """Draw the next token of each sequence from its row of ``logits`` fp32 [R, V].
+def sample(
+    logits: Tensor, sequences: list[Sequence], eos_token_ids: frozenset[int], backend: str = "reference"
+) -> Drawn:
+    """Draw the next token of each sequence from its row of ``logits`` [R, V].
 
     Raw log-probabilities are taken first. Then, row by row: repetition penalty, end-of-sequence tokens masked below
-    the minimum length, and either the arg-max or a seeded draw after temperature, top-k, top-p and min-p.
+    the minimum length, and either the arg-max or a seeded draw after temperature, top-k, top-p and min-p
+    (``octavo.kernels.reference.sampling``). The number of the draw is how many tokens the sequence has generated.
     """
     wanted = [sequence.request.params.logprobs for sequence in sequences]
     raw = logits if any(k is not None for k in wanted) else None
     logits = _penalised(logits, sequences, eos_token_ids)
-    chosen = logits.argmax(1)
-    hot = [row for row, sequence in enumerate(sequences) if sequence.request.params.temperature > 0]
-    if hot:
-        rows = torch.tensor(hot, device=logits.device)
-        chosen[rows] = _draw(logits[rows], [sequences[row] for row in hot])
-    tokens = chosen.tolist()
+    tokens = ops.sample(logits, *_filters(sequences, logits), backend).tolist()
     if raw is None:
         return Drawn(tokens, [None] * len(tokens))
     rows_wanted = [row for row, k in enumerate(wanted) if k is not None]
@@ -102,27 +78,16 @@ def _penalised(logits: Tensor, sequences: list[Sequence], eos_token_ids: frozens
     return changed
 
 
-def _draw(logits: Tensor, sequences: list[Sequence]) -> Tensor:
-    """Inverse transform sampling over the sorted, filtered distribution of each row."""
-    params = [sequence.request.params for sequence in sequences]
-    device = logits.device
+def _filters(sequences: list[Sequence], logits: Tensor) -> tuple[Tensor, ...]:
+    """Temperature, top-k, top-p, min-p, seed and draw of each row, where the logits are."""
+    rows = [(sequence.request.params, sequence) for sequence in sequences]
+    shares = torch.tensor([[p.temperature, p.top_p, p.min_p] for p, _ in rows], dtype=torch.float32)
+    numbers = torch.tensor([[min(p.top_k, logits.shape[1]), _signed(s.seed), s.generated] for p, s in rows])
+    temperature, top_p, min_p = shares.T.contiguous().to(logits.device)
+    top_k, seeds, draws = numbers.T.contiguous().to(logits.device)
+    return temperature, top_k.int(), top_p, min_p, seeds, draws
 
-    def column(values: list[float]) -> Tensor:
-        return torch.tensor(values, device=device, dtype=torch.float32)[:, None]
 
-    ordered, ids = logits.sort(dim=1, descending=True, stable=True)
-    probs = (ordered / column([p.temperature for p in params])).softmax(1)
-    rank = torch.arange(probs.shape[1], device=device)
-    keep = rank < column([p.top_k or probs.shape[1] for p in params])
-    probs = probs.where(keep, 0.0)
-    probs = probs / probs.sum(1, keepdim=True)
-    keep = (probs.cumsum(1) - probs) < column([p.top_p for p in params])
-    keep &= probs >= column([p.min_p for p in params]) * probs[:, :1]
-    keep[:, 0] = True
-    cumulative = probs.where(keep, 0.0).double().cumsum(1)
-    seeds = np.array([sequence.seed & (2**64 - 1) for sequence in sequences], np.uint64)
-    draws = np.array([sequence.generated for sequence in sequences], np.uint64)
-    points = torch.from_numpy(uniform(seeds, draws)).to(device)[:, None] * cumulative[:, -1:]
-    picked = torch.searchsorted(cumulative, points, right=True)
-    last_kept = keep.sum(1, keepdim=True) - 1
-    return ids.gather(1, torch.minimum(picked, last_kept))[:, 0]
+def _signed(seed: int) -> int:
+    """The int64 with the low 64 bits of any integer."""
+    return (seed + 2**63) % 2**64 - 2**63

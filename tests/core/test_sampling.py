@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from octavo.core import SamplingParams
-from octavo.core.sampler import sample, token_logprobs, uniform
+from octavo.core.sampler import sample, token_logprobs
 
 
 def stand_in(params, seed=0, prompt=(0,), generated=()):
@@ -43,14 +43,6 @@ class TestDistribution:
         expected = row[0].softmax(0).numpy() * 4000
         counts = np.bincount(drawn.tokens, minlength=4)
         assert ((counts - expected) ** 2 / expected).sum() < 16.3
-
-    def test_uniform_numbers(self):
-        numbers = uniform(np.arange(2000, dtype=np.uint64)[:, None], np.arange(10, dtype=np.uint64))
-        assert numbers.min() >= 0 and numbers.max() < 1 and len(np.unique(numbers)) == numbers.size
-        counts, _ = np.histogram(numbers, 20, (0, 1))
-        assert ((counts - 1000) ** 2 / 1000).sum() < 43.8  # 19 degrees of freedom, p = 0.001
-        assert abs(np.corrcoef(numbers[:-1, 0], numbers[1:, 0])[0, 1]) < 0.1
-        assert abs(np.corrcoef(numbers[:, 0], numbers[:, 1])[0, 1]) < 0.1
 
     @pytest.mark.parametrize(
         "params, kept",
