@@ -433,6 +433,7 @@ def sample(
     key = str(logits.element_size())
     survey = settings.launch("sample_survey", key, logits.device)
     settle = settings.launch("sample_settle", key, logits.device)
+    assert settle["CAPACITY"] <= settle["BLOCK"]  # a k that a list can hold is one that the lanes have
     blocks = triton.cdiv(vocabulary, survey["BLOCK"])
     wanted = max(_multiprocessors(logits.device) * survey["programs_per_sm"] // batch, 1)  # no second, short round
     share = triton.cdiv(blocks, min(wanted, blocks))

@@ -105,8 +105,8 @@ def random_rows(batch, vocabulary, dtype, seed=0, **filters):
 def small_blocks():
     """Rows of a hundred tokens have several blocks and parts, and lists overflow."""
     with (
-        settings.trial("sample_survey", BLOCK=32, STAGES=1, programs_per_sm=4),
-        settings.trial("sample_settle", BLOCK=32, CAPACITY=16, STAGES=1),
+        settings.trial("sample_survey", BLOCK=32, STAGES=1, num_warps=1, programs_per_sm=4),
+        settings.trial("sample_settle", BLOCK=32, CAPACITY=16, STAGES=1, num_warps=1),
     ):
         yield
 
