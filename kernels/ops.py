@@ -35,14 +35,21 @@ def backend(name: str) -> ModuleType:
 _library = torch.library.Library("octavo", "DEF")
 
 
+def _no_facts(*_: Any) -> dict[str, object]:
+    return {}
+
+
 def _register(
-    name: str, schema: str, fake: Callable[..., Any], pool: int | None, facts: Callable[..., dict[str, object]]
+    name: str,
+    schema: str,
+    fake: Callable[..., Any],
+    pool: int | None = None,
+    facts: Callable[..., dict[str, object]] = _no_facts,
 ) -> Any:
     """Make ``torch.ops.octavo.<name>``, whose last positional argument names the backend.
 
     ``fake`` gives the shapes of the results. For the log, ``pool`` says which argument is the pool (or what stands for
-    it; None: there is none, and no choice to log), and ``facts(*args)`` what else the kernel depends on.
-    it), and ``facts(*args)`` what else the kernel depends on. An op that touches no pool says nothing.
+    it; None: there is none, and nothing to log), and ``facts(*args)`` what else the kernel depends on.
     """
 
     def run(*args: Any, **named: Any) -> Any:
@@ -62,10 +69,6 @@ def _nothing(*_: Any) -> None:
     """The fake of an op that writes into its arguments."""
 
 
-def _no_facts(*_: Any) -> dict[str, object]:
-    return {}
-
-
 def _decode_fake(q: Tensor, pool: Tensor, layer: int, table: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     want_mass, want_lse = rest[-3:-1]
     mass = (q.shape[0], pool.shape[3], table.shape[3]) if want_mass else (0,)
@@ -82,9 +85,9 @@ _TABLE = "Tensor q, Tensor pool, int layer, Tensor table, Tensor lengths"
 _SCORES = "Tensor? unit_pos, Tensor? sinks, float scale, int window, float softcap"
 
 append = _register(
-    "append", "Tensor k, Tensor v, Tensor(a!) pool, int layer, Tensor slots, str backend) -> ()", _nothing, 2, _no_facts
+    "append", "Tensor k, Tensor v, Tensor(a!) pool, int layer, Tensor slots, str backend) -> ()", _nothing, pool=2
 )
-copy_units = _register("copy_units", "Tensor(a!) pool, Tensor pairs, str backend) -> ()", _nothing, 0, _no_facts)
+copy_units = _register("copy_units", "Tensor(a!) pool, Tensor pairs, str backend) -> ()", _nothing, pool=0)
 decode = _register(
     "decode",
     f"{_TABLE}, Tensor q_pos, {_SCORES}, bool want_mass, bool want_lse, str backend) -> (Tensor, Tensor, Tensor)",
@@ -100,9 +103,7 @@ prefill = _register(
     pool=1,
     facts=lambda q, *rest: {"query_heads": q.shape[1], "window": rest[9]},
 )
-transfer = _register(
-    "transfer", "Tensor source, Tensor(a!) target, Tensor pairs, str backend) -> ()", _nothing, 0, _no_facts
-)
+transfer = _register("transfer", "Tensor source, Tensor(a!) target, Tensor pairs, str backend) -> ()", _nothing, pool=0)
 append_fused = _register(
     "append_fused",
     "Tensor k, Tensor v, Tensor(a!) pool, int layer, Tensor slots, Tensor? cos, Tensor? sin, Tensor(b!)? digests, "
@@ -126,15 +127,11 @@ step_decode = _register(
     "Tensor rows, Tensor lengths, Tensor tokens, Tensor tables, int unit_tokens, str backend) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _step_fake,
-    None,
-    _no_facts,
 )
 scatter_tokens = _register(
     "scatter_tokens",
     "Tensor rows, Tensor ids, Tensor(a!) tokens, Tensor(b!) lengths, str backend) -> ()",
     _nothing,
-    None,
-    _no_facts,
 )
 decode_shared = _register(
     "decode_shared",
@@ -166,8 +163,6 @@ rotate_queries = _register(
     "rotate_queries",
     "Tensor q, Tensor rows, Tensor deltas, Tensor inv_freq, bool interleaved, str backend) -> Tensor",
     _rotate_queries_fake,
-    None,
-    _no_facts,
 )
 merge_states = _register(
     "merge_states",
@@ -196,16 +191,12 @@ page_score = _register(
     "Tensor q, Tensor low, Tensor high, int layer, Tensor rows, Tensor n_pages, bool per_query_head, str backend) "
     "-> Tensor",
     _page_score_fake,
-    None,
-    _no_facts,
 )
 page_topk = _register(
     "page_topk",
     "Tensor scores, Tensor budget, Tensor keep, Tensor n_pages, Tensor lengths, Tensor table, int page_tokens, "
     "int page_units, int most, str backend) -> (Tensor, Tensor, Tensor, Tensor)",
     _page_topk_fake,
-    None,
-    _no_facts,
 )
 
 
@@ -219,7 +210,6 @@ gather = _register(
     "Tensor pool, int layer, Tensor table, Tensor lengths, int tokens, str backend) -> (Tensor, Tensor)",
     _gather_fake,
     pool=0,
-    facts=_no_facts,
 )
 
 _FILTERS = "Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p"
@@ -227,6 +217,4 @@ sample = _register(
     "sample",
     f"Tensor logits, {_FILTERS}, Tensor seeds, Tensor draws, str backend) -> Tensor",
     lambda logits, *_: logits.new_empty(logits.shape[0], dtype=torch.int64),
-    0,
-    _no_facts,
 )
