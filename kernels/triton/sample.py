@@ -294,7 +294,7 @@ def _draw_listed(
     return winner
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["share"])
 def _survey_kernel(
     logits,
     temperature,
