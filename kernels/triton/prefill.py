@@ -97,6 +97,15 @@ def _done(
 
 
 @triton.jit
+def _whole_entries(row, start, stop, U: tl.constexpr, BLOCK_N: tl.constexpr):
+    """``load_entries`` where ``start`` and ``stop`` are multiples of BLOCK_N: less to work out in the inner loop."""
+    index = start // U
+    if U < BLOCK_N:
+        index += tl.arange(0, BLOCK_N) // U
+    return tl.load(row + index, mask=start < stop, other=0)
+
+
+@triton.jit
 def _attend(state, query, k, v, visible, scale, cap, CAPPED: tl.constexpr, MASKED: tl.constexpr):
     """One tile of keys [N, D]: the new (acc [M, D], total [M], top [M]) of the online softmax.
 
@@ -160,6 +169,7 @@ def _prefill_kernel(
     p_batch,
     p_head,
     GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr,
     U: tl.constexpr,
     D: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -179,7 +189,6 @@ def _prefill_kernel(
 ):
     head = tl.program_id(1)
     b = tl.program_id(2)
-    kv_heads = tl.num_programs(1)
     TILE: tl.constexpr = BLOCK_M // GROUP  # tokens
 
     m = tl.arange(0, BLOCK_M)
@@ -193,7 +202,7 @@ def _prefill_kernel(
             live = (m < TILE * GROUP) & (token < tokens)
             to = out + token[:, None] * out_token + heads[:, None] * out_head + d[None, :]
             tl.store(to, tl.zeros([BLOCK_M, BLOCK_D], tl.float32), mask=live[:, None] & (d < D)[None, :])
-            tl.store(lse + token * (kv_heads * GROUP) + heads, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=live)
+            tl.store(lse + token * (KV_HEADS * GROUP) + heads, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=live)
         return
 
     first_token = tl.load(cu_q + b)
@@ -228,8 +237,8 @@ def _prefill_kernel(
     wide_layer = layer.to(tl.int64)
     row = table + wide_layer * t_layer + b * t_batch + head * t_head
     starts = unit_pos + wide_layer * p_layer + b * p_batch + head * p_head
-    keys = pool + wide_layer * (2 * kv_heads * U * D) + head * (U * D)
-    values = keys + kv_heads * (U * D)
+    keys = pool + wide_layer * (2 * KV_HEADS * U * D) + head * (U * D)
+    VALUES: tl.constexpr = KV_HEADS * U * D  # V lies so far behind K
 
     end = tl.load(lengths + wide_layer * l_layer + b * l_batch + head * l_head)
     begin = base
@@ -268,28 +277,31 @@ def _prefill_kernel(
         at_row = out + token[:, None] * out_token + heads[:, None] * out_head
         acc = tl.load(at_row + d[None, :], mask=half_done[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
         total = tl.where(half_done, 1.0, 0.0)
-        top = tl.load(lse + token * (kv_heads * GROUP) + heads, mask=half_done, other=float("-inf")) * (LOG2E / scale)
+        top = tl.load(lse + token * (KV_HEADS * GROUP) + heads, mask=half_done, other=float("-inf")) * (LOG2E / scale)
 
     if ORDERED:
-        entry = load_entries(row, low, whole, U, BLOCK_N)
+        entry = _whole_entries(row, low, whole, U, BLOCK_N)
         for start in range(low, whole, BLOCK_N):
             now = entry
-            entry = load_entries(row, start + BLOCK_N, whole, U, BLOCK_N)
+            entry = _whole_entries(row, start + BLOCK_N, whole, U, BLOCK_N)
+            within = 0  # the tile's first slot in its unit
+            if U > BLOCK_N:
+                within = start % U
             if TMA:
-                run = ((now >> ID_SHIFT) * (unit_stride // D) + layer * (2 * kv_heads * U) + head * U + start % U).to(
-                    tl.int32
-                )
-                k = pool_rows.load([run, 0])
-                v = pool_rows.load([run + kv_heads * U, 0])
+                unit_row = (now >> ID_SHIFT) * (unit_stride // D) + (layer * 2 * KV_HEADS + head) * U
+                k = pool_rows.load([(unit_row + within).to(tl.int32), 0])
+                v = pool_rows.load([(unit_row + within).to(tl.int32) + KV_HEADS * U, 0])
             else:
-                at, _ = locate(now, start, whole, unit_stride, U, D, BLOCK_N)
-                fetched = at[:, None] + d[None, :]  # [N, D]
+                unit = (now >> ID_SHIFT).to(tl.int64) * unit_stride  # [N] or one
+                if U < BLOCK_N:
+                    unit = unit[:, None]
+                at = keys + unit + (within * D + (n % U * D)[:, None] + d[None, :])  # [N, D]
                 if D < BLOCK_D:
-                    k = tl.load(keys + fetched, mask=(d < D)[None, :], other=0.0)
-                    v = tl.load(values + fetched, mask=(d < D)[None, :], other=0.0)
+                    k = tl.load(at, mask=(d < D)[None, :], other=0.0)
+                    v = tl.load(at + VALUES, mask=(d < D)[None, :], other=0.0)
                 else:
-                    k = tl.load(keys + fetched)
-                    v = tl.load(values + fetched)
+                    k = tl.load(at)
+                    v = tl.load(at + VALUES)
             acc, total, top = _attend((acc, total, top), query, k, v, None, scale, cap, CAPPED, False)
 
     gap = tl.maximum(whole - low, 0)  # the second phase leaps over the first: low, then whole
@@ -300,10 +312,10 @@ def _prefill_kernel(
         following = ahead + BLOCK_N
         entry = load_entries(row, following + tl.where(following >= low, gap, 0), end, U, BLOCK_N)
         at, seen = locate(now, start, end, unit_stride, U, D, BLOCK_N)  # [N]
-        fetched = at[:, None] + d[None, :]
+        at = keys + at[:, None] + d[None, :]  # [N, D]
         present = seen[:, None] & (d < D)[None, :]
-        k = tl.load(keys + fetched, mask=present, other=0.0)
-        v = tl.load(values + fetched, mask=present, other=0.0)
+        k = tl.load(at, mask=present, other=0.0)
+        v = tl.load(at + VALUES, mask=present, other=0.0)
 
         slot = start + n
         key_position = slot
@@ -329,7 +341,7 @@ def _prefill_kernel(
         row_lse, shrink = add_sink(row_lse, tl.load(sinks + heads).to(tl.float32) * LOG2E)
         acc = acc * shrink[:, None]
     tl.store(out + token[:, None] * out_token + heads[:, None] * out_head + d[None, :], acc, mask=inside)
-    tl.store(lse + token * (kv_heads * GROUP) + heads, row_lse * LN2, mask=live)
+    tl.store(lse + token * (KV_HEADS * GROUP) + heads, row_lse * LN2, mask=live)
 
 
 def native(
@@ -407,6 +419,7 @@ def native(
         *axis_strides(lengths),
         *((0, 0, 0) if unit_pos is None else axis_strides(unit_pos)),
         GROUP=group,
+        KV_HEADS=kv_heads,
         U=unit_tokens,
         D=head_dim,
         BLOCK_M=block_m,

@@ -14,9 +14,9 @@ long enough to pay for bringing its context together. For ``count`` queries afte
 and without a context the square of the first rows against their own keys, dense and causal, and the rest paged.
 
 torch aligns ``is_causal`` top-left, so that it suits a square and no chunk; its bottom-right form
-(``causal_lower_right``) reaches only FlashAttention 2, which is slower on Hopper than the paged kernel. Hence the split
-at the context, which needs no alignment: cuDNN without a mask gives output and log-sum-exp, and the paged kernel takes
-them as the state of its online softmax. No score is computed twice, and nothing is merged afterwards.
+(``causal_lower_right``) reaches FlashAttention 2 alone, which was not written for Hopper. Hence the split at the
+context, which needs no alignment: cuDNN without a mask gives output and log-sum-exp, and the paged kernel takes them as
+the state of its online softmax. No score is computed twice, and nothing is merged afterwards.
 
 cuDNN builds a plan for every new shape, which takes the host tens of milliseconds; so rows and context come in whole
 grains (``prefill_dense`` in the settings), and what is left over goes to the paged kernel, in one launch for the whole
