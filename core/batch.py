@@ -132,6 +132,8 @@ class StepRunner:
                 q_pos=self._to_device(np.concatenate([np.arange(c.start, c.end, dtype=np.int32) for c in several])),
                 max_q=max(counts),
                 unit_pos=unit_pos,
+                counts=counts,
+                contexts=[chunk.start for chunk in several],
             )
         return step, rows
 

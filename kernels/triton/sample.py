@@ -44,7 +44,7 @@ from torch import Tensor
 
 from octavo.kernels.reference import sampling as truth
 from octavo.kernels.triton import settings
-from octavo.kernels.triton.decode import _multiprocessors
+from octavo.kernels.triton.plan import multiprocessors
 from octavo.kernels.triton.tiles import LOG2E
 
 MAX_SCALE = tl.constexpr(truth.MAX_SCALE)
@@ -435,7 +435,7 @@ def sample(
     settle = settings.launch("sample_settle", key, logits.device)
     assert settle["CAPACITY"] <= settle["BLOCK"]  # a k that a list can hold is one that the lanes have
     blocks = triton.cdiv(vocabulary, survey["BLOCK"])
-    wanted = max(_multiprocessors(logits.device) * survey["programs_per_sm"] // batch, 1)  # no second, short round
+    wanted = max(multiprocessors(logits.device) * survey["programs_per_sm"] // batch, 1)  # no second, short round
     share = triton.cdiv(blocks, min(wanted, blocks))
     parts = triton.cdiv(blocks, share)
 
