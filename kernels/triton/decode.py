@@ -112,9 +112,10 @@ def _decode_kernel(
     table += layer * t_layer
     unit_pos += layer * p_layer
     pool += layer * (2 * KV_HEADS * U * D)
-    if OVERLAP:  # whoever comes next may be launched; before the wait, nothing that another kernel wrote may be read
+    if OVERLAP:  # after a shared pass the wait comes last: the two passes run side by side
+        if RUN_TILE == 0:
+            tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
 
     m = tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
@@ -131,6 +132,8 @@ def _decode_kernel(
         total = tl.sum(tiles)
         used = programs_used(total, most, min_tiles)
         if program >= used:
+            if OVERLAP and RUN_TILE > 0:
+                tl.extra.cuda.gdc_wait()
             return
         now = share_begin(program, total, used)
         stop = share_begin(program + 1, total, used)
@@ -203,6 +206,8 @@ def _decode_kernel(
             tl.store(part_out + at_part[:, None] * D + d[None, :], acc, mask=q_mask)
             tl.store(part_lse + at_part, row_lse, mask=m < GROUP)
         part = 2 * program + 1
+    if OVERLAP and RUN_TILE > 0:
+        tl.extra.cuda.gdc_wait()
 
 
 def decode(

@@ -110,5 +110,12 @@ def multiprocessors(device: torch.device) -> int:
 
 @cache
 def overlaps_launches(device: torch.device) -> bool:
-    """Whether a kernel may be launched while the one before it ends (programmatic dependent launch, since Hopper)."""
+    """Whether a kernel may be launched while the one before it runs (programmatic dependent launch, since Hopper).
+
+    Kernels that take part keep two rules. Each program waits (``gdc_wait``) before it ends, so that "the kernel before
+    has ended" means that all before it have. And it lets the next kernel start (``gdc_launch_dependents``) only after
+    that wait, or, where it does without one at its start, when its predecessor did: so a kernel that starts early may
+    read whatever was written before its predecessor. The next kernel's programs take room while they wait, hence not
+    before the present one has all its programs in place.
+    """
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

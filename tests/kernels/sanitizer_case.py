@@ -9,8 +9,9 @@ CPU, so that the sanitizer has nothing else to watch. ``--only decode,append`` r
 
 import os
 
-# Every tensor is an allocation of its own then: an access past its end leaves it, and is seen.
-os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+if __name__ == "__main__":
+    # Every tensor is an allocation of its own then: an access past its end leaves it, and is seen.
+    os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
 
 import argparse
 import sys
