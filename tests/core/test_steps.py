@@ -137,9 +137,9 @@ class TestWork:
         for name in ("append", "copy_units", "decode", "prefill"):
             real = getattr(reference, name)
 
-            def counting(*args, name=name, real=real):
+            def counting(*args, name=name, real=real, **named):
                 counted[name] += 1
-                return real(*args)
+                return real(*args, **named)
 
             monkeypatch.setattr(reference, name, counting)
         return counted
