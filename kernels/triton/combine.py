@@ -141,7 +141,6 @@ def _combine_kernel(
             first_place = tl.where(parts == 1, 2 * most + b, first_place)
     if OVERLAP:  # before any return, or this kernel could end before the one that writes the parts
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     if not SKIPS and parts == 1:  # the one program that had all of the row has finished it
         return
 

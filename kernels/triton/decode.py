@@ -44,7 +44,7 @@ from octavo.kernels.triton.plan import (
 )
 from octavo.kernels.triton.tiles import LN2, LOG2E, add_sink, axis_strides, score_arguments
 
-MANY_ROWS = 16  # from here on, the settings of a key that ends in "many"
+MANY_ROWS = 128  # from here on, the settings of a key that ends in "many"
 
 _UNSPECIALISED = ["layer", "items", "most", "min_tiles", "scale", "cap", "pieces"]
 _UNSPECIALISED += [f"{x}_{axis}" for x in "ltp" for axis in ("layer", "batch", "head")]
@@ -112,9 +112,8 @@ def _decode_kernel(
     table += layer * t_layer
     unit_pos += layer * p_layer
     pool += layer * (2 * KV_HEADS * U * D)
-    if OVERLAP:  # after a shared pass the wait comes last: the two passes run side by side
-        if RUN_TILE == 0:
-            tl.extra.cuda.gdc_wait()
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
 
     m = tl.arange(0, BLOCK_M)
@@ -132,8 +131,6 @@ def _decode_kernel(
         total = tl.sum(tiles)
         used = programs_used(total, most, min_tiles)
         if program >= used:
-            if OVERLAP and RUN_TILE > 0:
-                tl.extra.cuda.gdc_wait()
             return
         now = share_begin(program, total, used)
         stop = share_begin(program + 1, total, used)
@@ -206,8 +203,6 @@ def _decode_kernel(
             tl.store(part_out + at_part[:, None] * D + d[None, :], acc, mask=q_mask)
             tl.store(part_lse + at_part, row_lse, mask=m < GROUP)
         part = 2 * program + 1
-    if OVERLAP and RUN_TILE > 0:
-        tl.extra.cuda.gdc_wait()
 
 
 def decode(

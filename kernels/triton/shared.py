@@ -75,7 +75,6 @@ def _shared_kernel(
     program = tl.program_id(1)
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     layer = layer.to(tl.int64)
     keys = pool + layer * (2 * KV_HEADS * U * D) + head * (U * D)
     table += layer * t_layer + head * t_head
