@@ -269,7 +269,7 @@ def _device(config: Kernels) -> torch.device:
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         raise ConfigError(
             f"check_only=true on {device}: Triton compiles nothing for it; {instead}, and with TRITON_INTERPRET=1 in "
-            "the environment this command checks small parts of the races of 'only=[attention,pages]' there"
+            "the environment this command checks a small part of every race there"
         )
     return device
 

@@ -1,16 +1,16 @@
-"""The races of attention and pages: on a small part of each shape, octavo is right and all contenders run."""
+"""The races of attention, pages and append: on a small part of each shape, octavo is right and all contenders run."""
 
 import pytest
 import torch
 
 from octavo.kernels.layout import entry_units, entry_valid
-from octavo.scripts.kernel_races import attention, pages, rivals
+from octavo.scripts.kernel_races import append_fused, attention, pages, rivals
 from octavo.scripts.kernel_races.checking import mismatch, poisoned_memory, relative_error
 from octavo.scripts.kernel_races.paged import Paged, Shape
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, the gpu tests run the compiled kernels")
 CPU = torch.device("cpu")
-RACES = [*attention.races(), *pages.races()]
+RACES = [*attention.races(), *pages.races(), *append_fused.races()]
 ON_A_GPU_ONLY = ("flashinfer", "flex", "sdpa")
 
 
