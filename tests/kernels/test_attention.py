@@ -203,21 +203,5 @@ def test_units_beyond_two_to_the_31_elements(backend):
     check(got, reference.prefill(q, near, 0, near_table, lengths, cu_q, q_pos, *rest, 5, True), torch.float16, backend)
 
 
-@interpreted
-@pytest.mark.parametrize(
-    ("batch", "kv_heads", "slots"),
-    [(1, 8, 1024), (1, 8, 32768), (8, 8, 32768), (36, 1, 220_000), (512, 8, 4096), (0, 8, 512)],
-)
-def test_splits_fill_the_machine_and_no_more(batch, kv_heads, slots):
-    from octavo.kernels.triton import settings
-    from octavo.kernels.triton.decode import split_counts
-
-    tuned = settings.launch("decode", "128x2", torch.device("cpu"))
-    wanted, most = split_counts(batch, kv_heads, slots, 132, tuned)
-    assert wanted >= 1 and kv_heads * wanted <= tuned["programs_per_sm"] * 132 * tuned["rounds"]
-    assert most <= batch * -(-slots // tuned["min_split_tokens"])
-    assert most <= wanted + batch
-
-
 def test_layer_is_not_the_first():
     assert LAYER > 0  # a kernel that forgot the layer's offset would pass on layer 0
