@@ -129,15 +129,15 @@ def _tiles_kernel(
     [(0, True, 0), (0, False, 0), (1, True, 0), (37, True, 0), (37, False, 0), (0, True, 32), (0, True, 8)],
 )
 def test_tiles_of_items_hold_what_their_queries_see(window, ordered, run_tile, device):
-    batch, heads, tile = 9, 2, 16
+    batch, heads, tile = 60, 2, 16
     lengths = torch.randint(200, (batch, heads), dtype=torch.int32)
     q_pos = torch.randint(200, (batch,), dtype=torch.int32)
     runs = torch.minimum(torch.randint(200, (batch,)), lengths.amin(1)).int()  # shared leading slots
     q_pos = torch.maximum(q_pos, runs)  # a query stands behind its run
-    out = torch.full((32,), -1, dtype=torch.int32, device=device)
+    out = torch.full((128,), -1, dtype=torch.int32, device=device)
     _tiles_kernel[(1,)](
         out, *(x.to(device) for x in (lengths, q_pos, runs)), batch * heads,
-        HEADS=heads, WINDOW=window, ORDERED=ordered, RUN_TILE=run_tile, BLOCK_N=tile, BLOCK_I=32,
+        HEADS=heads, WINDOW=window, ORDERED=ordered, RUN_TILE=run_tile, BLOCK_N=tile, BLOCK_I=128,
     )  # fmt: skip
     for item, got in enumerate(out.tolist()):
         if item >= batch * heads:
