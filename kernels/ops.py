@@ -19,10 +19,8 @@ from octavo.kernels.reference import backend as reference
 
 _KERNELS = {"reference": "torch", "cpu": "torch", "triton": "Triton"}
 """What runs an op of a backend, where there is nothing to choose."""
-_CHOOSES = {("decode", "cpu"), ("decode", "triton"), ("decode_shared", "cpu")}
-_CHOOSES = {("decode", "cpu"), ("decode", "triton"), ("prefill", "triton")}
+_CHOOSES = {("decode", "cpu"), ("decode", "triton"), ("decode_shared", "cpu"), ("prefill", "triton")}
 """Where there is, and the choice is logged by the one who makes it."""
-_CHOOSES |= {("sample", name) for name in _KERNELS}  # no pool to speak of: what runs is told by the backend
 
 
 def backend(name: str) -> ModuleType:

@@ -139,6 +139,16 @@ def _combine_kernel(
         first_place = 2 * first_program + (share_begin(first_program, total, used) != begin).to(tl.int32)
         if SKIPS:
             first_place = tl.where(parts == 1, 2 * most + b, first_place)
+    if SKIPS:
+        ROWS: tl.constexpr = MEMBERS * GROUP
+        member, run_begin, run_tiles, all_tiles = group_part(groups, b, batch, BLOCK_I, MEMBERS, RUN_TILE)
+        all_tiles = tl.maximum(all_tiles, 1)
+        used = programs_used(all_tiles, shared_most, shared_min)
+        p = program_of(run_begin, all_tiles, used)
+        shared_parts = tl.where(run_tiles > 0, program_of(run_begin + run_tiles - 1, all_tiles, used) - p + 1, 0)
+        run_place = 2 * p + (share_begin(p, all_tiles, used) != run_begin).to(tl.int32)
+        run_row = member * GROUP + head % GROUP
+
     if OVERLAP:  # before any return, or this kernel could end before the one that writes the parts
         tl.extra.cuda.gdc_wait()
     if not SKIPS and parts == 1:  # the one program that had all of the row has finished it
@@ -149,27 +159,19 @@ def _combine_kernel(
     acc = tl.zeros([BLOCK_D], tl.float32)
     for start in range(0, parts, BLOCK_S):
         part = start + s
-        place = tl.where(part == 0, first_place, 2 * (first_program + part))
-        at = place * Q_HEADS + head
+        at = tl.where(part == 0, first_place, 2 * (first_program + part)) * Q_HEADS + head
         lses = tl.load(part_lse + at, mask=part < parts, other=float("-inf"))
         inside = (part < parts)[:, None] & (d < D)[None, :]
         rows = tl.load(part_out + at[:, None] * D + d[None, :], mask=inside, other=0.0)
         top, total_exp, acc = join(top, total_exp, acc, lses, rows)
     if SKIPS:
-        member, shared_begin, shared_tiles, all_tiles = group_part(groups, b, batch, BLOCK_I, MEMBERS, RUN_TILE)
-        all_tiles = tl.maximum(all_tiles, 1)
-        used_shared = programs_used(all_tiles, shared_most, shared_min)
-        p = program_of(shared_begin, all_tiles, used_shared)
-        n = tl.where(shared_tiles > 0, program_of(shared_begin + shared_tiles - 1, all_tiles, used_shared) - p + 1, 0)
-        later = (share_begin(p, all_tiles, used_shared) != shared_begin).to(tl.int32)
-        ROWS: tl.constexpr = MEMBERS * GROUP
-        for start in range(0, n, BLOCK_S):
+        for start in range(0, shared_parts, BLOCK_S):
             part = start + s
-            place = 2 * (p + part) + tl.where(part == 0, later, 0)
-            at = (place * KV_HEADS + head // GROUP) * ROWS + member * GROUP + head % GROUP
-            at = tl.where(n == 1, 2 * shared_most * KV_HEADS * ROWS + b * Q_HEADS + head, at)
-            lses = tl.load(shared_lse + at, mask=part < n, other=float("-inf"))
-            inside = (part < n)[:, None] & (d < D)[None, :]
+            place = tl.where(part == 0, run_place, 2 * (p + part))
+            at = (place * KV_HEADS + head // GROUP) * ROWS + run_row
+            at = tl.where(shared_parts == 1, 2 * shared_most * KV_HEADS * ROWS + b * Q_HEADS + head, at)
+            lses = tl.load(shared_lse + at, mask=part < shared_parts, other=float("-inf"))
+            inside = (part < shared_parts)[:, None] & (d < D)[None, :]
             rows = tl.load(shared_out + at[:, None] * D + d[None, :], mask=inside, other=0.0)
             top, total_exp, acc = join(top, total_exp, acc, lses, rows)
 
@@ -200,6 +202,7 @@ def combine_parts(
 ) -> None:
     """Finish ``out [B, Hq, D]`` and ``lse [B, Hq]`` from the parts that a decode with this ``plan`` left."""
     batch, q_heads, _ = out.shape
+    key = "one" if batch == 1 else "any" if run is None else "shared"
     _combine_kernel[q_heads, batch](
         part_out,
         part_lse,
@@ -222,6 +225,6 @@ def combine_parts(
         *axis_strides(lengths),
         MEMBERS=0 if run is None else run.members,
         launch_pdl=plan["OVERLAP"],
-        **settings.launch("combine", "any", out.device),
+        **settings.launch("combine", key, out.device),
         **plan,
     )

@@ -29,8 +29,9 @@ def _of(kernel: str, shapes: Sequence[str]) -> tuple[str, ...]:
 
 SPLIT = {"programs_per_sm": (1, 2, 3, 4), "min_split_tokens": (128, 256, 512)}
 DECODE = {"BLOCK_N": (32, 64, 128), "num_warps": WARPS, "num_stages": (2, 3, 4, 5), **SPLIT}
-FEW_ROWS = ("8 x 32k", "1 x 1k", "1 x 32k", "8 x 8k", "1 x 128k")
-MANY_ROWS = ("32 x 8k", "128 x 2k", "256 x 1k", "32, ragged 256-32k")
+FEW_ROWS = ("32 x 8k", "8 x 32k", "1 x 1k", "1 x 32k", "8 x 8k", "1 x 128k", "32, ragged 256-32k")
+MANY_ROWS = ("128 x 2k", "256 x 1k")
+COMBINE = {"BLOCK_S": (4, 8, 16, 32, 64), "num_warps": (1, 2, 4)}
 
 APPEND = {"SEAL_ELEMENTS": (1024, 2048, 4096), "num_warps": (1, *WARPS)}
 FEW_TOKENS = (
@@ -61,9 +62,9 @@ SPACES: dict[str, dict[str, Space]] = {
         "128x2 many": Space(DECODE, _of("K1 decode", MANY_ROWS)),
     },
     "combine": {
-        "any": Space(
-            {"BLOCK_S": (4, 8, 16, 32), "num_warps": (1, 2, 4)}, _of("K1 decode", ("1 x 32k", "8 x 8k", "1 x 128k"))
-        )
+        "one": Space(COMBINE, _of("K1 decode", ("1 x 1k", "1 x 32k", "1 x 128k"))),
+        "any": Space(COMBINE, _of("K1 decode", ("8 x 8k", "32 x 8k", "128 x 2k"))),
+        "shared": Space(COMBINE, _of("K5 shared", GROUPS)),
     },
     "shared": {
         "128x2": Space(
