@@ -9,7 +9,8 @@ The hash is made of integer operations alone, the same in every backend:
 
     seed, draw  -> 64-bit key    the finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), in two stages
     key, token  -> 32 bits       token * golden + low word, then the mixer ``lowbias32`` (Wellons, 2018), with the high
-                                 word of the key joined in before its last product
+                                 word of the key joined in before its last product, and without its last step, which
+                                 would only stir the low half
 
 For one key the second stage is a bijection of 32-bit integers. The bits w in (0, 1) become E = -log(1 - w): the winners
 of a large vocabulary have a small E, and a small w keeps all its bits in fp32. So a token of less than about 2^-32 of
@@ -93,7 +94,6 @@ def exponentials(keys: Tensor, tokens: Tensor) -> Tensor:
     bits = tokens * _signed(_GOLDEN32, 32) + low
     bits = (bits ^ _shifted(bits, 16)) * _signed(_MIX32[0], 32)
     bits = (bits ^ _shifted(bits, 15) ^ high) * _signed(_MIX32[1], 32)
-    bits = bits ^ _shifted(bits, 16)
     w = (bits.long() & 0xFFFFFFFF).float() * 2.0**-32 + 2.0**-33
     w = w.clamp(max=1 - 2.0**-24)  # what rounds to 1
     series = w * (1 + w * (1 / 2 + w * (1 / 3 + w * (1 / 4))))  # 1 - w would lose the low bits of a small w
