@@ -218,11 +218,11 @@ def _cell_peaks(row, first, last, vocabulary, peaks, CELL: tl.constexpr, BLOCK: 
     cells = tl.arange(0, BLOCK // CELL)
     whole = tl.minimum(last, vocabulary // BLOCK)
     for block in tl.range(first, whole, num_stages=STAGES):
-        x = _real(_load(row, block * BLOCK + tl.arange(0, BLOCK), vocabulary, False))
-        tl.store(peaks + block * (BLOCK // CELL) + cells, tl.max(tl.reshape(x, [BLOCK // CELL, CELL]), 1))
+        x = _load(row, block * BLOCK + tl.arange(0, BLOCK), vocabulary, False)
+        tl.store(peaks + block * (BLOCK // CELL) + cells, _real(tl.max(tl.reshape(x, [BLOCK // CELL, CELL]), 1)))
     if whole < last:
-        x = _real(_load(row, whole * BLOCK + tl.arange(0, BLOCK), vocabulary, True))
-        tl.store(peaks + whole * (BLOCK // CELL) + cells, tl.max(tl.reshape(x, [BLOCK // CELL, CELL]), 1))
+        x = _load(row, whole * BLOCK + tl.arange(0, BLOCK), vocabulary, True)
+        tl.store(peaks + whole * (BLOCK // CELL) + cells, _real(tl.max(tl.reshape(x, [BLOCK // CELL, CELL]), 1)))
 
 
 @triton.jit
