@@ -127,10 +127,12 @@ SPACES: dict[str, dict[str, Space]] = {
     "sample_survey": {
         "2": Space(
             {
-                "BLOCK": (1024, 2048, 4096),
-                "STAGES": (2, 3, 4, 5),
-                "num_warps": (4, 8, 16),
-                "programs_per_sm": (2, 3, 4, 6, 8),
+                "BLOCK": (512, 1024, 2048, 4096),
+                "CELL": (16, 32, 64),
+                "STAGES": (3, 4, 5),
+                "maxnreg": (64, 80, 128),
+                "num_warps": (2, 4, 8),
+                "programs_per_sm": (4, 6, 8, 16),
             },
             _of("K13 sample", SURVEYED),
         )
@@ -140,8 +142,10 @@ SPACES: dict[str, dict[str, Space]] = {
             {
                 "BLOCK": (1024, 2048, 4096, 8192),
                 "CAPACITY": (256, 512, 1024, 2048),
-                "STAGES": (2, 3, 4, 5),
-                "num_warps": (8, 16, 32),
+                "STAGES": (2, 3, 4),
+                "maxnreg": (64, 80, 128),
+                "num_warps": (8, 16),
+                "programs_per_sm": (2, 3, 4),
             },
             _of("K13 sample", DRAWS),
         )
