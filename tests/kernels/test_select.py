@@ -12,7 +12,11 @@ from octavo.kernels import ops
 from octavo.kernels.layout import entry_units, pack_entries
 from octavo.kernels.reference import backend as reference
 
-pytestmark = pytest.mark.usefixtures("poisoned_memory")
+pytestmark = [
+    pytest.mark.usefixtures("poisoned_memory"),
+    # The maximum of pages that are all NaN: the interpreter, which is numpy, remarks on it.
+    pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning"),
+]
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, the gpu tests run the compiled kernels")
 BACKENDS = ["reference", "cpu", pytest.param("triton", marks=interpreted)]
@@ -22,12 +26,12 @@ LAYERS, LAYER = 3, 1
 
 @pytest.fixture
 def small_tiles():
-    """Two tiles of 16 pages a program and blocks of 32 pages, so that short rows have many of them."""
+    """Two tiles of 16 pages a program; blocks of 32 pages in 16 lanes, so that short rows have many of them."""
     from octavo.kernels.triton import settings
 
     with (
         settings.trial("page_score", BLOCK_P=16, TILES=2, num_stages=1),
-        settings.trial("page_topk", BLOCK=32),
+        settings.trial("page_topk", BLOCK=32, LANES=16, COMPARISONS=64),
     ):
         yield
 
@@ -182,17 +186,37 @@ TOPK = [
     *(TopkCase(f"kept-{share}", (40, 17, 60), kept=share) for share in (0.0, 0.5, 1.0)),
     *(
         TopkCase(f"values-{values}", (40, 17, 70), most=12, values=values)
-        for values in ("equal", "few", "positive", "negative", "tiny", "zeros", "infinite", "nan", "ascending", "huge")
+        for values in (
+            "equal",
+            "few",
+            "low",
+            "positive",
+            "negative",
+            "tiny",
+            "zeros",
+            "infinite",
+            "nan",
+            "ascending",
+            "huge",
+        )
     ),
+    # Of few lanes, and of more lanes than there are pages to list (page_topk.py).
+    TopkCase("few-lanes", (32, 29, 18), values="periodic"),
+    TopkCase("few-lanes-equal", (32, 29, 18), values="few"),
+    TopkCase("few-lanes-kept", (32, 29, 18), values="infinite", kept=0.7),
+    TopkCase("few-lanes-low", (32, 29, 18), values="low"),
 ]
 LARGE_TOPK = [
     TopkCase("large-8192", (8192, 8191, 5000, 4), heads=8, most=128),
     TopkCase("large-8192-few", (8192, 8191, 5000, 4), heads=8, most=128, values="few", page_units=2),
     TopkCase("large-2048", (2048, 100), heads=8, most=128),
+    TopkCase("large-8192-kept", (8192, 6000), most=100, kept=0.5),
+    TopkCase("large-8192-periodic", (8192, 8191, 5000), most=128, values="periodic"),
     TopkCase("large-20000", (20000, 9000, 8193), heads=2, most=500),
     TopkCase("large-20000-few", (20000, 9000, 8193), heads=2, most=500, values="few"),
 ]
-BY_BLOCKS = ("ragged", "all-but-one", "budgets", "units-2", "kept-0.5", "values-few", "values-nan")
+BY_BLOCKS = ("few-lanes", "few-lanes-equal", "few-lanes-kept", "few-lanes-low", "values-equal", "values-low")
+BY_BLOCKS += ("ragged", "all-but-one", "budgets", "units-2", "kept-0.5", "values-few", "values-nan")
 PAGE_TOKENS = 16
 
 
@@ -211,6 +235,8 @@ def values_of(kind, shape, random):
         "nan": lambda: torch.tensor([torch.nan, -torch.inf, 1.0])[one_of_three],
         "ascending": lambda: torch.arange(shape[-1]).float().expand(shape).contiguous(),
         "huge": lambda: normal * 1e38,
+        "periodic": lambda: normal + 9 * (torch.arange(shape[-1]) % 16 < 3),
+        "low": lambda: torch.tensor([torch.nan, -torch.inf, -torch.inf])[one_of_three],
     }[kind]()
 
 
