@@ -8,11 +8,12 @@ The bound relu(q) . high + min(q, 0) . low is two matrix products, with the grou
 and pages as columns; nothing else is computed, so reading the boxes is all the time that it takes. The largest of the
 group is taken before anything is written.
 
-A program scores TILES tiles of BLOCK_P pages of one (sequence, KV head), whatever the sequence's length: one that lies
-past the sealed pages writes minus infinity and reads no box, so a ragged batch costs what its pages cost, and a
-captured graph replays at any length. The rows of a tile are fetched one tile ahead, so that the loads of the boxes
-never wait for them. KV heads are the fastest axis of the grid: the boxes of all heads of a page lie side by side and
-are read at about the same time.
+A program scores ``tiles`` tiles of BLOCK_P pages of one (sequence, KV head), whatever the sequence's length: one that
+lies past the sealed pages writes minus infinity and reads no box, so a ragged batch costs what its pages cost, and a
+captured graph replays at any length. There are as many tiles a program as let all programs run at once, up to a limit,
+beyond which a sequence that is much shorter than the room for it would have too few programs. The rows of a tile are
+fetched one tile ahead, so that the loads of the boxes never wait for them. KV heads are the fastest axis of the grid:
+the boxes of all heads of a page lie side by side and are read at about the same time.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -24,6 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.triton import settings
+from octavo.kernels.triton.plan import multiprocessors, overlaps_launches
 
 
 @triton.jit
@@ -50,7 +52,7 @@ def _write(
         tl.store(scores + (sequence * kv_heads + head).to(tl.int64) * width + page, best, mask=page < width)
 
 
-@triton.jit(do_not_specialize=["layer", "width", "rows_batch"])
+@triton.jit(do_not_specialize=["layer", "width", "tiles", "rows_batch"])
 def _page_score_kernel(
     q,
     low,
@@ -60,6 +62,7 @@ def _page_score_kernel(
     scores,
     layer,
     width,
+    tiles,
     q_batch,
     q_head,
     rows_batch,
@@ -71,14 +74,16 @@ def _page_score_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    TILES: tl.constexpr,
     PER_QUERY_HEAD: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     head = tl.program_id(0)
-    first = tl.program_id(1) * (TILES * BLOCK_P)
+    first = tl.program_id(1) * (tiles * BLOCK_P)
     sequence = tl.program_id(2)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
     sealed = tl.load(n_pages + sequence) - 1
-    stop = tl.minimum(first + TILES * BLOCK_P, width)
+    stop = tl.minimum(first + tiles * BLOCK_P, width)
     scored = tl.minimum(stop, sealed)
 
     m = tl.arange(0, BLOCK_M)
@@ -93,7 +98,7 @@ def _page_score_kernel(
     low += shift
     high += shift
     rows += sequence * rows_batch
-    row = tl.load(rows + first + n, mask=first + n < scored, other=0)
+    row = tl.load(rows + first + n, mask=first + n < width, other=0)  # before it is known which pages are sealed
     for start in range(first, scored, BLOCK_P):
         page = start + n
         inside = (page < scored)[:, None]
@@ -102,7 +107,7 @@ def _page_score_kernel(
         box = row.to(tl.int64)[:, None] * box_row + d[None, :]  # [N, D]
         lowest = tl.load(low + box, mask=inside, other=0.0, eviction_policy="evict_first")
         highest = tl.load(high + box, mask=inside, other=0.0, eviction_policy="evict_first")
-        row = tl.load(rows + BLOCK_P + page, mask=BLOCK_P + page < scored, other=0)
+        row = tl.load(rows + BLOCK_P + page, mask=BLOCK_P + page < width, other=0)
 
         bound = tl.dot(down, tl.trans(lowest.to(query.dtype)), input_precision="ieee")
         bound = tl.dot(up, tl.trans(highest.to(query.dtype)), acc=bound, input_precision="ieee")  # [M, N]
@@ -126,8 +131,12 @@ def page_score(
     group = q_heads // kv_heads
     block_d = max(triton.next_power_of_2(head_dim), 16)
     tuned = settings.launch("page_score", f"{block_d}x{q.element_size()}", q.device)
+    overlap = overlaps_launches(q.device)
     scores = torch.empty((batch, q_heads if per_query_head else kv_heads, width), dtype=torch.float32, device=q.device)
-    _page_score_kernel[kv_heads, triton.cdiv(width, tuned["TILES"] * tuned["BLOCK_P"]), batch](
+    row_tiles = triton.cdiv(width, tuned["BLOCK_P"])
+    at_once = tuned["programs_per_sm"] * multiprocessors(q.device)
+    tiles = min(max(triton.cdiv(row_tiles * kv_heads * batch, at_once), 1), tuned["most_tiles"])
+    _page_score_kernel[kv_heads, triton.cdiv(row_tiles, tiles), batch](
         q,
         low,
         high,
@@ -136,6 +145,7 @@ def page_score(
         scores,
         layer,
         width,
+        tiles,
         q.stride(0),
         q.stride(1),
         rows.stride(0),
@@ -145,6 +155,10 @@ def page_score(
         BLOCK_M=max(triton.next_power_of_2(group), 16),
         BLOCK_D=block_d,
         PER_QUERY_HEAD=per_query_head,
-        **tuned,
+        OVERLAP=overlap,
+        BLOCK_P=tuned["BLOCK_P"],
+        num_warps=tuned["num_warps"],
+        num_stages=tuned["num_stages"],
+        launch_pdl=overlap,
     )
     return scores

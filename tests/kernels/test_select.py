@@ -26,11 +26,11 @@ LAYERS, LAYER = 3, 1
 
 @pytest.fixture
 def small_tiles():
-    """Two tiles of 16 pages a program; blocks of 32 pages in 16 lanes, so that short rows have many of them."""
+    """At most two tiles of 16 pages a program; blocks of 32 pages in 16 lanes, so that short rows have many of them."""
     from octavo.kernels.triton import settings
 
     with (
-        settings.trial("page_score", BLOCK_P=16, TILES=2, num_stages=1),
+        settings.trial("page_score", BLOCK_P=16, most_tiles=2, num_stages=1),
         settings.trial("page_topk", BLOCK=32, LANES=16, COMPARISONS=64),
     ):
         yield
