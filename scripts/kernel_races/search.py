@@ -98,13 +98,19 @@ SPACES: dict[str, dict[str, Space]] = {
     "gather": {"any": Space({"BLOCK_T": (32, 64, 128), "num_warps": (4, 8)}, _of("K3 prefill", PROMPTS))},
     "page_score": {
         "128x2": Space(
-            {"BLOCK_P": (16, 32, 64), "TILES": (1, 2, 4, 8), "num_warps": WARPS, "num_stages": (2, 3, 4)},
+            {
+                "BLOCK_P": (16, 32, 64),
+                "programs_per_sm": (2, 3, 4, 5),
+                "most_tiles": (4, 8, 16),
+                "num_warps": WARPS,
+                "num_stages": (2, 3, 4, 5),
+            },
             _of("K6 score", ("8 x 32k, page 16", "1 x 128k, page 16")),
         )
     },
     "page_topk": {
         "any": Space(
-            {"BLOCK": (2048, 4096, 8192, 16384), "pages_per_warp": (128, 256, 512, 1024)},
+            {"BLOCK": (8192,), "LANES": (256, 512), "COMPARISONS": (1024, 2048, 4096), "num_warps": (1, 2, 4, 8)},
             _of("K7 top-k", ("256 x 8192, 128 pages", "64 x 2048, 128 pages")),
         )
     },
