@@ -16,7 +16,9 @@ if TYPE_CHECKING:
         ImageLimitError,
         ImageSourceError,
     )
+    from octavo.multimodal.fingerprints import weights_fingerprint
     from octavo.multimodal.fitting import fit
+    from octavo.multimodal.identity import image_id, same_image, second_digest
     from octavo.multimodal.image_policy import ImagePolicy
     from octavo.multimodal.images import RgbImage, load_image
 
@@ -29,7 +31,11 @@ _HOMES = {
     "ImageSourceError": "errors",
     "RgbImage": "images",
     "fit": "fitting",
+    "image_id": "identity",
     "load_image": "images",
+    "same_image": "identity",
+    "second_digest": "identity",
+    "weights_fingerprint": "fingerprints",
 }
 
 __all__ = [
@@ -41,7 +47,11 @@ __all__ = [
     "ImageSourceError",
     "RgbImage",
     "fit",
+    "image_id",
     "load_image",
+    "same_image",
+    "second_digest",
+    "weights_fingerprint",
 ]
 
 

@@ -74,7 +74,7 @@ import sys
 import octavo.multimodal
 heavy = {"torch", "PIL", "numpy", "open_clip", "transformers", "octavo.core"}
 assert not heavy & set(sys.modules), heavy & set(sys.modules)
-from octavo.multimodal import ImagePolicy, load_image
+from octavo.multimodal import ImagePolicy, image_id, load_image
 load_image.__module__
 heavy -= {"numpy"}
 assert not heavy & set(sys.modules), heavy & set(sys.modules)
