@@ -1,0 +1,142 @@
+"""Encoding in a thread of its own, in batches, while the engine goes on."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from octavo.core.interfaces import SegmentEncoder
+
+
+class _Job(NamedTuple):
+    item: Any
+    tokens: int
+    future: Future[Tensor]
+
+
+class EncodeWorker:
+    """Encodes items first come, first served, in one thread, which starts with the first item.
+
+    A batch is as many of the waiting items as fit into ``max_images`` and ``max_tokens``, and at least one. Whether an
+    item's embeddings depend on the batch is the encoder's word to give (``ImageEncoder.batch_images``); the worker
+    splits and never pads.
+
+    Use it in a ``with`` block, which waits for what was submitted, or drops what is still waiting if it is left by an
+    exception.
+
+    Args:
+        max_images: items a batch.
+        max_tokens: tokens a batch, by the encoder's ``n_tokens``; None sets no limit.
+
+    Attributes:
+        encoded, failed: items so far. batches: calls of ``encode`` for them, repeated ones included.
+    """
+
+    def __init__(self, encoder: SegmentEncoder, *, max_images: int = 8, max_tokens: int | None = None) -> None:
+        for name, limit in (("max_images", max_images), ("max_tokens", max_tokens)):
+            if limit is not None and limit < 1:
+                raise ValueError(f"{name} must be at least 1, got {limit}")
+        self.encoded = self.failed = self.batches = 0
+        self._encoder = encoder
+        self._max_images = max_images
+        self._max_tokens = max_tokens
+        self._waiting: deque[_Job] = deque()
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="octavo-encode")
+        self._lock = threading.Lock()  # keeps submit and close apart; the queue needs none
+        self._closed = False
+
+    def submit(self, items: Sequence[Any]) -> list[Future[Tensor]]:
+        """A future an item: its embeddings [N, D] in memory of their own, complete on the device when the future is
+        done, or what the encoder raised for it. A future that is cancelled before its batch begins is not encoded.
+
+        Raises:
+            RuntimeError: the worker is closed.
+            Whatever the encoder's ``n_tokens`` raises; then nothing is submitted.
+        """
+        jobs = [_Job(item, self._encoder.n_tokens(item), Future()) for item in items]
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("the encode worker is closed")
+            self._waiting.extend(jobs)
+            for _ in jobs:  # one step an item is enough for any batching; a step that finds nothing does nothing
+                self._executor.submit(self._step)
+        return [job.future for job in jobs]
+
+    def close(self, *, cancel: bool = False) -> None:
+        """End the thread, after all that was submitted; ``cancel`` drops what no batch has begun with."""
+        with self._lock:
+            self._closed = True
+        if cancel:
+            for job in list(self._waiting):
+                job.future.cancel()
+        self._executor.shutdown()
+
+    def __enter__(self) -> EncodeWorker:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, traceback: TracebackType | None) -> None:
+        self.close(cancel=kind is not None)
+
+    def _step(self) -> None:
+        """One batch.
+
+        1. Take items from the front of the queue.
+        2. Encode them together. If that fails, encode each alone, so that only those fail that fail alone.
+        3. Resolve their futures.
+        """
+        batch = self._take()
+        if not batch:
+            return
+        try:
+            embeddings = self._encode(batch)
+        except BaseException as error:  # whatever it is, nobody may wait for ever
+            if len(batch) == 1:
+                self._fail(batch[0], error)
+                return
+            for job in batch:
+                try:
+                    self._resolve([job], self._encode([job]))
+                except BaseException as alone:
+                    self._fail(job, alone)
+        else:
+            self._resolve(batch, embeddings)
+
+    def _take(self) -> list[_Job]:
+        """The next batch, without what was cancelled. Only the worker's thread takes from the queue."""
+        batch: list[_Job] = []
+        tokens = 0
+        while self._waiting and len(batch) < self._max_images:
+            tokens += self._waiting[0].tokens
+            if batch and self._max_tokens is not None and tokens > self._max_tokens:
+                break
+            job = self._waiting.popleft()
+            if job.future.set_running_or_notify_cancel():
+                batch.append(job)
+            else:
+                tokens -= job.tokens
+        return batch
+
+    def _encode(self, batch: list[_Job]) -> list[Tensor]:
+        self.batches += 1
+        embeddings = self._encoder.encode([job.item for job in batch])
+        assert len(embeddings) == len(batch), f"{len(batch)} items were encoded as {len(embeddings)}"
+        rows = [row.clone() for row in embeddings]  # a row of the batch would keep all of it alive
+        if embeddings.is_cuda:
+            torch.cuda.current_stream(embeddings.device).synchronize()
+        return rows
+
+    def _resolve(self, batch: list[_Job], rows: list[Tensor]) -> None:
+        self.encoded += len(batch)
+        for job, row in zip(batch, rows, strict=True):
+            job.future.set_result(row)
+
+    def _fail(self, job: _Job, error: BaseException) -> None:
+        self.failed += 1
+        job.future.set_exception(error)
