@@ -27,23 +27,26 @@ HOMES = {
     "rich": ("scripts/",),
     "rapidfuzz": ("scripts/",),
     "open_clip": ("multimodal/",),
+    "PIL": ("multimodal/", "scripts/"),
     "triton": ("kernels/",),
     "transformers": ("core/hf_model.py", "multimodal/", "scripts/"),
 }
-LAZY = {"wandb", "open_clip"}
+LAZY = {"wandb", "open_clip", "PIL"}
 """Imported inside functions only."""
 SOURCES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 
 
 def imports(path):
-    """(module, whether it is imported when the file is) of every import statement, and literal ``import_module``."""
+    """(module, whether it is imported when the file is) of every import statement, and literal ``import_module``.
+
+    What stands under ``if TYPE_CHECKING`` is not imported."""
     tree = ast.parse(path.read_text())
     inner = {
         id(node)
         for function in ast.walk(tree)
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
         for node in ast.walk(function)
-    }
+    } | {id(node) for block in ast.walk(tree) if _for_types_only(block) for node in ast.walk(block)}
     for node in ast.walk(tree):
         at_top = id(node) not in inner
         if isinstance(node, ast.Import):
@@ -59,6 +62,10 @@ def imports(path):
             and isinstance(node.args[0], ast.Constant)
         ):
             yield node.args[0].value, at_top
+
+
+def _for_types_only(node):
+    return isinstance(node, ast.If) and getattr(node.test, "id", None) == "TYPE_CHECKING"
 
 
 def name(path):
