@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -42,7 +43,8 @@ class WrongResultError(RuntimeError):
 
 
 def run(config: Kernels, run: Run) -> None:
-    """One sample and row a race: checked against the reference, then timed (``kernel_races.contest``).
+    """One sample and row a race: checked against the reference, then timed (``kernel_races.contest``). Without a CUDA
+    device, checked only.
 
     Rates of the card come first, since every floor needs them, and a resumed run keeps those that it began with. Shapes
     that are judged against the fit over the uniform decode shapes come last.
@@ -60,7 +62,7 @@ def run(config: Kernels, run: Run) -> None:
         _tune(config, run, device, GraphClock())
         return
     races = registry.races(config.only, config.limit)
-    _race(config, run, races, device, None if config.check_only else GraphClock())
+    _race(config, run, races, device, _clock(config, device))
 
 
 def _race(config: Kernels, run: Run, races: Sequence[Race], device: torch.device, clock: Clock | None) -> None:
@@ -251,9 +253,11 @@ def _where(run: Run, name: str) -> str:
 
 
 def _device(config: Kernels) -> torch.device:
-    """
+    """Where the kernels run. Without a CUDA device that is Triton's interpreter, which is switched on here.
+
     Raises:
-        ConfigError: races without a CUDA device, or a check without anything that Triton runs on.
+        ConfigError: no Triton; launch settings are to be tuned and there is nothing to time; the interpreter comes too
+            late.
     """
     import torch
 
@@ -263,15 +267,33 @@ def _device(config: Kernels) -> torch.device:
     device = torch.device(name)
     if find_spec("triton") is None:
         raise ConfigError("the kernels need the package triton, which is not installed: pip install triton")
-    instead = "'pytest tests/kernels' checks every kernel in Triton's interpreter"
-    if device.type != "cuda" and not config.check_only:
-        raise ConfigError(f"the races need a CUDA device, and this is {device}; without one, {instead}")
-    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        raise ConfigError(
-            f"check_only=true on {device}: Triton compiles nothing for it; {instead}, and with TRITON_INTERPRET=1 in "
-            "the environment this command checks a small part of every race there"
-        )
+    if device.type == "cuda":
+        return device
+    if config.tune:
+        raise ConfigError(f"tune=true times kernels, which needs a CUDA device, and this is {device}")
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        if "triton" in sys.modules:  # it asks when it is imported
+            raise ConfigError(
+                f"Triton compiles nothing for {device} and has been imported already: set TRITON_INTERPRET=1 in the "
+                "environment to check the kernels in its interpreter"
+            )
+        os.environ["TRITON_INTERPRET"] = "1"
     return device
+
+
+def _clock(config: Kernels, device: torch.device) -> Clock | None:
+    """What times the races; None where results alone are checked."""
+    from octavo.scripts.kernel_races.timing import GraphClock
+
+    if config.check_only or device.type == "cuda":
+        return None if config.check_only else GraphClock()
+    console.print(
+        f"no races: they need a CUDA device, and this is {device}. Results are checked in Triton's interpreter, on a "
+        "small part of every race; 'pytest tests/kernels' checks more",
+        markup=False,
+        highlight=False,
+    )
+    return None
 
 
 def _card(device: torch.device) -> Mapping[str, Any]:

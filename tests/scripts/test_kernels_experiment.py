@@ -6,6 +6,9 @@ Times come from a clock of the test's own. The races themselves are in ``tests/k
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -346,6 +349,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> dict[str, Race]:
         )
     }
     monkeypatch.setattr(kernels, "_device", lambda config: CPU)
+    monkeypatch.setattr(kernels, "_clock", lambda config, device: None if config.check_only else FakeClock())
     monkeypatch.setattr(timing, "GraphClock", FakeClock)
     monkeypatch.setattr(rates, "measure", lambda device, bounds, clock: CARD)
     monkeypatch.setattr(registry, "races", lambda only=(), limit=None: list(listed.values())[:limit])
@@ -418,15 +422,23 @@ class TestCommand:
         assert outcome.code == 1 and "only=mass: unknown" in outcome.err
 
     @pytest.mark.skipif(torch.cuda.is_available(), reason="it has a CUDA device")
-    def test_without_a_gpu_the_races_say_what_can_be_run(
-        self, octavo: Command, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-        outcome = octavo("experiment=kernels")
-        assert outcome.code == 1
-        assert "the races need a CUDA device, and this is cpu" in outcome.err and "pytest tests/kernels" in outcome.err
-        outcome = octavo("experiment=kernels", "check_only=true")
-        assert outcome.code == 1 and "with TRITON_INTERPRET=1" in outcome.err
+    def test_without_a_gpu_results_are_checked(self, tmp_path: Path) -> None:
+        """In a process of its own, whose Triton nobody has switched to its interpreter."""
+        environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+        command = [sys.executable, "-P", "-m", "octavo.scripts.main", "experiment=kernels", "only=[step]", "limit=1"]
+        done = subprocess.run(
+            [*command, "tracking=off"], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0, done.stderr
+        assert "they need a CUDA device, and this is cpu" in done.stdout.replace("\n", " ")
+        (metrics,) = tmp_path.glob("runs/kernels/*/metrics.json")
+        (row,) = json.loads(metrics.read_text())["rows"]
+        assert row["kernel"] == "K14 step_decode" and row["correct"] is True and row["us"] is None
+
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="it has a CUDA device")
+    def test_without_a_gpu_nothing_can_be_tuned(self, octavo: Command) -> None:
+        outcome = octavo("experiment=kernels", "tune=true")
+        assert outcome.code == 1 and "tune=true times kernels, which needs a CUDA device" in outcome.err
 
     @pytest.mark.parametrize(
         ("override", "message"),
