@@ -377,7 +377,7 @@ def native(
     tuned = settings.launch("prefill", f"{block_d}x{q.element_size()}", q.device)
     block_n = tuned["BLOCK_N"]
     block_m = max(min(tuned["BLOCK_M"], triton.next_power_of_2(max_q * group)), triton.next_power_of_2(group), 16)
-    tiles = triton.cdiv(max_q, block_m // group)
+    tiles = max(triton.cdiv(max_q, block_m // group), 1)  # without a query, too, rows of no sequence are written
     resume = {"RESUME": done is not None, "ROW_GRAIN": 0, "CONTEXT_GRAIN": 0, "MIN_ROWS": 0, "MIN_CHUNK_ROWS": 0}
     if done is not None:
         assert done.context_grain % max(unit_tokens, block_n) == 0

@@ -72,6 +72,7 @@ PREFILL = [
     Case("prefill-from-nothing", (40, 1, 17), queries=(40, 1, 17)),
     Case("prefill-chunk", (100, 30, 0), queries=(20, 3, 0)),
     Case("prefill-padded", (40, 0, 17), queries=(40, 0, 9), padding=11),
+    Case("prefill-nothing-but-padding", (40, 0), queries=(0, 0), padding=11),
     Case("prefill-one-query", (70, 33), queries=(1, 1)),
     *(Case(f"prefill-page-{p}", (90,), queries=(21,), page=p) for p in (1, 2, 4, 5, 24, 48, 64)),
     *(Case(f"prefill-heads-{q}-{kv}", (50,), queries=(19,), heads=(q, kv)) for q, kv in ((5, 1), (28, 4), (7, 7))),
