@@ -92,7 +92,7 @@ def _plan(
     batch = len(table)
     first = torch.zeros(batch, dtype=torch.int64)
     if starts is None:
-        lengths = torch.minimum(lengths, q_pos[:, None] + 1)
+        lengths = torch.minimum(lengths, q_pos[:, None] + 1).clamp(min=0)  # a query may stand before all tokens
         if window:
             first = (q_pos.long() - window + 1).clamp(min=0) // unit_tokens
             table, lengths, starts = _behind_window(table, lengths, first, window, unit_tokens)

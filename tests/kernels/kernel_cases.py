@@ -60,6 +60,7 @@ DECODE = [
     Case("sinks-window-softcap", (0, 1, 60), sinks=True, window=17, softcap=30.0, mass=True),
     Case("stored-permuted", (0, 1, 60), page=4, stored=True, mass=True),
     Case("rewound", (1, 40, 70), rewind=5, mass=True),
+    Case("before-the-first-token", (1, 40), rewind=70, mass=True),
     Case("rewound-stored", (1, 40, 70), rewind=5, page=8, stored=True, mass=True),
     Case("sealed", (0, 10, 75), segments=(13, 30, 7), mass=True),
     Case("sealed-pages-24", (10, 75), page=24, segments=(10, 30), mass=True),
