@@ -29,7 +29,7 @@ class Kernels(Config):
         each_once("only", self.only)
         each_once("rivals", self.rivals, RIVAL_FAMILIES)
         at_least("rounds", self.rounds, 1)
-        if self.tune_seconds <= 0:
+        if not self.tune_seconds > 0:  # NaN is not, either
             raise ConfigError(f"tune_seconds={self.tune_seconds}: must be more than 0")
         if self.tune and self.check_only:
             raise ConfigError("tune=true and check_only=true: a search needs times; leave one of them out")

@@ -445,6 +445,7 @@ class TestCommand:
         [
             ("rounds=0", "rounds=0: must be at least 1"),
             ("tune_seconds=0", "tune_seconds=0.0: must be more than 0"),
+            ("tune_seconds=nan", "tune_seconds=nan: must be more than 0"),
             ("rivals=[vllm]", "rivals=vllm: unknown; "),
             ("only=[decode,decode]", "only lists 'decode' twice"),
             ("engine.page_tokens=32", "engine.page_tokens=32: no engine runs in this experiment"),
