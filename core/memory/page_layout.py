@@ -10,18 +10,22 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from octavo.core.encoding.item import Item, ItemSpan
 from octavo.core.errors import closest
 from octavo.core.interfaces import PagePolicy
+from octavo.core.memory.prefix_cache import Tags
 
 TEXT = "text"
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A stretch of a prompt: its kind ("text", "image"), and how many tokens it has."""
+    """A stretch of a prompt: its kind ("text", "image"), how many tokens it has, and the item that its tokens stand
+    for, if they are no token ids."""
 
     kind: str
     tokens: int
+    item: Item | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +39,7 @@ class _Extent:
     page_tokens: int
     page: int
     entry: int
+    item: Item | None = None
 
     def pages(self, tokens: int) -> int:
         """Pages that hold the segment's tokens in front of token ``tokens`` of the sequence."""
@@ -83,7 +88,7 @@ class PageLayout:
         self._policies = policies
         self._extents: list[_Extent] = []
         for segment in _closed(segments) if aligned else []:
-            self._append(segment.kind, segment.tokens, _page_tokens(segment, policies))
+            self._append(segment, _page_tokens(segment, policies))
         self._open()
 
     def extended(self, tokens: int, segments: Sequence[Segment]) -> PageLayout:
@@ -100,9 +105,9 @@ class PageLayout:
             return self
         longer = copy(self)
         longer._extents = self._extents[:-1]
-        longer._append(TEXT, tokens - last.start, last.page_tokens)
+        longer._append(Segment(TEXT, tokens - last.start), last.page_tokens)
         for segment in _closed(segments):
-            longer._append(segment.kind, segment.tokens, _page_tokens(segment, self._policies))
+            longer._append(segment, _page_tokens(segment, self._policies))
         longer._open()
         return longer
 
@@ -192,6 +197,29 @@ class PageLayout:
                 np.minimum(own, extent.end, out=own)
         return positions
 
+    def items(self, start: int, stop: int) -> list[ItemSpan]:
+        """The items that tokens ``start`` to ``stop`` (exclusive) are of, with all their tokens."""
+        spans = self._between(start, stop) if start < stop and not self.uniform else []
+        return [ItemSpan(e.item, e.start, e.end) for e in spans if e.item is not None and e.end is not None]
+
+    def tags(self, page: int) -> Tags:
+        """What a page's key says besides its tokens: of an item's page, which item, and where in it the page begins."""
+        extent = self._at_page(page)
+        if extent.item is None:
+            return ()
+        offset = self.first_token(page) - extent.start
+        return *extent.item.name, ("offset", offset.to_bytes(8, "little"))
+
+    def unsplit(self, token: int) -> int:
+        """``token``, or the first token of the bidirectional item that computing no further would split."""
+        extent = self._at_token(token)
+        return extent.start if extent.item is not None and extent.item.bidirectional else token
+
+    def least_chunk(self, token: int) -> int:
+        """The fewest tokens that a step may compute from ``token`` on: one, or all of a bidirectional item."""
+        extent = self._at_token(token)
+        return extent.item.tokens if extent.item is not None and extent.item.bidirectional else 1
+
     def is_sealed_full(self, page: int, computed: int) -> bool:
         """Whether the first ``computed`` tokens include all that a page can ever hold: it may be published."""
         return self.end_token(page) <= computed
@@ -213,10 +241,11 @@ class PageLayout:
         """Slots of the pages that hold the first ``tokens`` tokens, less the tokens."""
         return self.entries_for(tokens) * self.unit_tokens - tokens
 
-    def _append(self, kind: str, tokens: int, page_tokens: int) -> None:
-        """Close a segment of so many tokens at the end."""
+    def _append(self, segment: Segment, page_tokens: int) -> None:
+        """Close a segment at the end."""
         start, page, entry = self._end()
-        self._extents.append(_Extent(kind, start, start + tokens, self._whole_units(page_tokens), page, entry))
+        end, page_tokens = start + segment.tokens, self._whole_units(page_tokens)
+        self._extents.append(_Extent(segment.kind, start, end, page_tokens, page, entry, segment.item))
 
     def _open(self) -> None:
         """Let open text follow."""

@@ -11,6 +11,9 @@ from numpy.typing import NDArray
 
 PageKey = NewType("PageKey", bytes)
 
+Tags = tuple[tuple[str, bytes], ...]
+"""What a page's key says besides its tokens and its provenance, each part with a name."""
+
 KEY_BYTES = 32
 
 
@@ -28,13 +31,14 @@ def root_key(extra: Sequence[tuple[str, str]] = ()) -> PageKey:
     return digest256(("root", b""), *((tag, content.encode()) for tag, content in extra))
 
 
-def page_key(parent: PageKey, tokens: NDArray[np.int32], provenance: str = "") -> PageKey:
-    """Key of a page after its parent: token ids, one a slot, and how the KV came to be ("" is exact).
+def page_key(parent: PageKey, tokens: NDArray[np.int32], provenance: str = "", tags: Tags = ()) -> PageKey:
+    """Key of a page after its parent: token ids, one a slot, how the KV came to be ("" is exact), and of an image's
+    page its identity and offset (``PageLayout.tags``).
 
     Empty slots of a sealed page count as -1: the same tokens on a larger page are another key, because its units lie
     otherwise.
     """
-    parts = [("parent", bytes(parent)), ("tokens", np.ascontiguousarray(tokens, "<i4").tobytes())]
+    parts = [("parent", bytes(parent)), ("tokens", np.ascontiguousarray(tokens, "<i4").tobytes()), *tags]
     if provenance:
         parts.append(("provenance", provenance.encode()))
     return digest256(*parts)
@@ -42,7 +46,7 @@ def page_key(parent: PageKey, tokens: NDArray[np.int32], provenance: str = "") -
 
 class Node:
     """One distinct prefix, up to the end of one page: what is in front (a node, or the root key of its namespace), the
-    page's tokens (-1 in empty slots) and its provenance.
+    page's tokens (-1 in empty slots), its provenance, and what else its key says (``tags``).
 
     Nodes are compared by identity, which is equality of whole prefixes. ``pages[group]`` are the device pages that
     hold its KV for a group of layers (several if twins were computed side by side), ``host[group]`` its page in the
@@ -50,16 +54,24 @@ class Node:
     positions of its first token and of the one after its last.
     """
 
-    __slots__ = ("children", "end", "host", "id", "key", "pages", "parent", "provenance", "start", "tokens")
+    __slots__ = ("children", "end", "host", "id", "key", "pages", "parent", "provenance", "start", "tags", "tokens")
 
     def __init__(
-        self, number: int, key: PageKey, parent: Parent, tokens: NDArray[np.int32], provenance: str, groups: int
+        self,
+        number: int,
+        key: PageKey,
+        parent: Parent,
+        tokens: NDArray[np.int32],
+        provenance: str,
+        groups: int,
+        tags: Tags = (),
     ) -> None:
         self.id = number
         self.key = key
         self.parent = parent
         self.tokens = tokens
         self.provenance = provenance
+        self.tags = tags
         self.pages: list[list[int]] = [[] for _ in range(groups)]
         self.host = [0] * groups
         self.children = 0
@@ -83,13 +95,13 @@ Parent = Node | PageKey
 class PrefixCache:
     """Which pages hold the KV of which prefix.
 
-    A hit is verified by comparing one page's parent node, tokens and provenance: a key that collides is a miss, never a
-    wrong hit. A node stays while a page holds it or a longer prefix leads through it, so a chain can be followed over
-    pages that are gone (behind a sliding window, or in the host tier).
+    A hit is verified by comparing one page's parent node, tokens, provenance and tags: a key that collides is a miss,
+    never a wrong hit. A node stays while a page holds it or a longer prefix leads through it, so a chain can be
+    followed over pages that are gone (behind a sliding window, or in the host tier).
 
     ::
 
-        key -> nodes         node -> parent, tokens, provenance, pages of each group, host pages
+        key -> nodes         node -> parent, tokens, provenance, tags, pages of each group, host pages
         page -> (node, group)
     """
 
@@ -105,10 +117,13 @@ class PrefixCache:
     def __contains__(self, page: int) -> bool:
         return page in self._of_page
 
-    def find(self, key: PageKey, parent: Parent, tokens: NDArray[np.int32], provenance: str) -> Node | None:
+    def find(
+        self, key: PageKey, parent: Parent, tokens: NDArray[np.int32], provenance: str, tags: Tags = ()
+    ) -> Node | None:
         """The node of ``tokens`` after ``parent``, or None."""
         for node in self._nodes.get(key, ()):
-            if node.parent == parent and node.provenance == provenance and np.array_equal(node.tokens, tokens):
+            alike = node.parent == parent and node.provenance == provenance and node.tags == tags
+            if alike and np.array_equal(node.tokens, tokens):
                 return node
         return None
 
@@ -120,11 +135,11 @@ class PrefixCache:
         """The group of layers that a findable page is for."""
         return self._of_page[page][1]
 
-    def enter(self, key: PageKey, parent: Parent, tokens: NDArray[np.int32], provenance: str) -> Node:
+    def enter(self, key: PageKey, parent: Parent, tokens: NDArray[np.int32], provenance: str, tags: Tags = ()) -> Node:
         """The node of a computed page, made if it is new."""
-        node = self.find(key, parent, tokens, provenance)
+        node = self.find(key, parent, tokens, provenance, tags)
         if node is None:
-            node = Node(self.new_number(), key, parent, tokens, provenance, self._groups)
+            node = Node(self.new_number(), key, parent, tokens, provenance, self._groups, tags)
             self._list(node)
         return node
 

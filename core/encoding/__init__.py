@@ -1,0 +1,1 @@
+"""Images in prompts: read when a request comes, encoded in the step that computes them."""
