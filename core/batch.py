@@ -12,6 +12,7 @@ from torch import Tensor
 
 from octavo.core.attention import DecodeGroup, PagedStep, PrefillGroup
 from octavo.core.config import EngineConfig
+from octavo.core.encoding.encoded_items import EncodedItems
 from octavo.core.hf_model import HFModel
 from octavo.core.interfaces import SparseMethod
 from octavo.core.memory.device_tables import DeviceTables
@@ -60,6 +61,7 @@ class StepRunner:
         plan: LayerPlan,
         max_entries: int,
         host: HostTier | None,
+        items: EncodedItems,
     ) -> None:
         self.kv = kv
         self.backend = backend
@@ -67,6 +69,7 @@ class StepRunner:
         self._pool = pool
         self._plan = plan
         self._host = host
+        self._items = items
         self._page_tokens = config.text_page_tokens
         self._tables = DeviceTables(config.max_seqs, plan.slices, max_entries, kv.device)
         self._digests: dict[str, DigestStore] = {}
@@ -78,12 +81,16 @@ class StepRunner:
         self.copies = 0
         self.kv_bytes_spared = 0
 
+    def queue_copies(self, copies: list[Units]) -> None:
+        """Take a plan's copies over: the tables say already that they are made, so whatever fails, they will be."""
+        self._pending_copies += copies
+
     def run(self, plan: StepPlan, scheduler: Scheduler) -> tuple[Tensor, list[Row]]:
         """Exchange pages with the host, copy what is to be written, make missing digests, compute the plan's tokens.
+        Preconditions: its copies are queued, its images encoded.
 
         Gives fp32 logits of the rows that somebody wants, in the order of the list.
         """
-        self._pending_copies += plan.copies
         if self._runs is not None:
             self._runs.forget(scheduler.running)
         self._tables.sync(scheduler.running)
@@ -98,7 +105,9 @@ class StepRunner:
         positions = np.concatenate([np.arange(c.start, c.end) for c in chunks])
         first = dict(zip(map(id, chunks), np.cumsum([0, *(c.count for c in chunks)]).tolist(), strict=False))
         wanted = np.array([first[id(r.chunk)] + r.position - r.chunk.start for r in rows], np.int64)
-        logits = self._model.forward(self._to_device(ids), self._to_device(positions), self._to_device(wanted), step)
+        logits = self._model.forward(
+            self._to_device(ids), self._to_device(positions), self._to_device(wanted), step, self._items.placed(chunks)
+        )
         self._account(step, chunks)
         return logits, rows
 
@@ -132,6 +141,7 @@ class StepRunner:
                 q_pos=self._to_device(np.concatenate([np.arange(c.start, c.end, dtype=np.int32) for c in several])),
                 max_q=max(counts),
                 unit_pos=unit_pos,
+                q_span=self._items.spans(several),
                 counts=counts,
                 contexts=[chunk.start for chunk in several],
             )

@@ -16,6 +16,8 @@ from octavo.core import interrupts, sizing
 from octavo.core.batch import Row, StepRunner
 from octavo.core.config import EngineConfig, SamplingParams
 from octavo.core.detokenizer import Detokenizer
+from octavo.core.encoding.encoded_items import EncodedItems
+from octavo.core.encoding.items import image_encoder, with_image_pages
 from octavo.core.errors import BatchError, CapacityError
 from octavo.core.hf_model import HFModel, load
 from octavo.core.inspection import capacity_report
@@ -59,7 +61,7 @@ class Engine:
         tokenizer: its tokenizer; None serves token ids only.
         config: see ``EngineConfig``.
         method: the sparse method of every request that names none; None is dense.
-        encoders: not built yet; images in prompts are refused.
+        encoders: {"image": encoder} lets prompts hold images, or whatever else the encoder reads.
 
     Raises:
         UnsupportedModelError: attention that cannot be paged.
@@ -75,11 +77,8 @@ class Engine:
         method: SparseMethod | None = None,
         encoders: Mapping[str, SegmentEncoder] | None = None,
     ) -> None:
-        if encoders:
-            raise ValueError(
-                f"encoders for {sorted(encoders)} were given, but segments other than text are not built yet"
-            )
-        self.config = config or EngineConfig()
+        encoder = image_encoder(encoders)
+        self.config = with_image_pages(config or EngineConfig(), encoder)
         self.tokenizer = tokenizer
         self._model = HFModel(model)
         self._method = method
@@ -107,8 +106,11 @@ class Engine:
             on_evict=None if self._host is None else self._demote,
         )
         self._scheduler = Scheduler(self.config, self._pool, self._plan, self._make_findable, self._host)
-        self._runner = StepRunner(self._model, self.config, kv, backend, self._pool, self._plan, entries, self._host)
-        self._prompts = PromptReader(tokenizer, self.spec.vocab_size)
+        self._items = EncodedItems(encoder, self._model)
+        self._runner = StepRunner(
+            self._model, self.config, kv, backend, self._pool, self._plan, entries, self._host, self._items
+        )
+        self._prompts = PromptReader(tokenizer, self.spec.vocab_size, encoder, self.config.step_tokens)
         self._eos = self._model.eos_token_ids | {
             token for token in [getattr(tokenizer, "eos_token_id", None)] if token is not None
         }
@@ -168,7 +170,7 @@ class Engine:
     def generate(
         self, prompts: Sequence[Prompt] | str, params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[Completion]:
-        """Complete a batch of prompts, each a string or a list of token ids, in the order given.
+        """Complete a batch of prompts, in the order given: each a string, token ids, or a list of texts and images.
 
         Raises:
             BatchError: some prompts were refused. The others are finished first and are in ``.completions``.
@@ -193,10 +195,12 @@ class Engine:
             for request_id in ids:
                 self.abort(request_id)
             raise
-        completions = self.finish(list(ids))
         ordered: list[Completion | None] = [None] * len(prompts)
-        for request_id, completion in completions.items():
-            ordered[ids[request_id]] = completion
+        for request_id, completion in self.finish(list(ids)).items():
+            if completion.error is None:
+                ordered[ids[request_id]] = completion
+            else:
+                errors[ids[request_id]] = completion.error
         if errors:
             raise BatchError(ordered, errors)
         return [completion for completion in ordered if completion is not None]
@@ -256,14 +260,21 @@ class Engine:
             if plan.chunks:
                 self._pass(plan)
             elif self._requests and not plan.stranded and not self._undelivered:
-                raise RuntimeError(f"no progress is possible: {self._describe_queues()}")
+                raise RuntimeError(f"no progress is possible: {capacity_report.queues(self)}")
             if self.watch is not None:
                 self.watch.observe(self)
         finally:
+            self._items.keep(self._scheduler.running)
             self._stepping.release()
 
     def _pass(self, plan: StepPlan) -> None:
         """Compute a plan, publish what it filled and take the tokens it yields; news go to ``_undelivered``."""
+        self._runner.queue_copies(plan.copies)
+        for request, error in self._items.encode(plan.chunks):
+            self._abort(request, error)
+        plan.chunks = [chunk for chunk in plan.chunks if chunk.sequence.finish_reason is None]
+        if not plan.chunks:
+            return
         began = time.perf_counter()
         try:
             logits, rows = self._runner.run(plan, self._scheduler)
@@ -312,10 +323,12 @@ class Engine:
 
         Unknown and finished ids are ignored.
         """
-        request = self._requests.get(request_id)
-        if request is None:
-            return
-        request.unforked = 0
+        if request_id in self._requests:
+            self._abort(self._requests[request_id])
+            self._items.keep(self._scheduler.running)
+
+    def _abort(self, request: Request, error: ValueError | None = None) -> None:
+        request.unforked, request.error = 0, error
         for sequence in request.sequences:
             if sequence.finish_reason is None:
                 self._undelivered.append(self._finish(sequence, "abort"))
@@ -352,7 +365,8 @@ class Engine:
         scores = []
         for request, forced in requests:
             if request.sequences[0].finish_reason != "stop":
-                raise CapacityError(capacity_report.not_scored(len(request.prompt), len(forced), self._pool))
+                said = capacity_report.not_scored(len(request.prompt), len(forced), self._pool)
+                raise request.error or CapacityError(said)
             known = request.sequences[0].known_logprobs
             positions = range(len(request.prompt), len(request.prompt) + len(forced))
             scores.append([known[at][token] for at, token in zip(positions, forced, strict=True)])
@@ -470,7 +484,7 @@ class Engine:
         keys = sequence.keys(full)
         for number in range(done, full):
             parent = sequence.nodes[-1] if sequence.nodes else request.root
-            node = index.enter(keys[number], parent, sequence.page_tokens(number), sequence.provenance(number))
+            node = index.enter(keys[number], parent, *sequence.contents(number))
             for group, table in enumerate(sequence.tables):
                 (page,) = table.pages(number, number + 1).tolist()
                 if page not in index:
@@ -582,11 +596,3 @@ class Engine:
         if request.keep is not None:
             request.keep(sequence)
         return output
-
-    def _describe_queues(self) -> str:
-        scheduler = self._scheduler
-        return (
-            f"{len(scheduler.running)} sequences running, {len(scheduler.waiting)} waiting, {len(scheduler.parked)} "
-            f"parked; {self._pool.available} of {self._pool.most_units} units available, "
-            f"{self._pool.pinned_units} pinned"
-        )

@@ -74,17 +74,46 @@ class HFModel:
         self.spec = self._probe()
         self.eos_token_ids = self._eos_ids()
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor, rows: Tensor, step: AttentionStep) -> Tensor:
-        """Logits fp32 [R, vocabulary] of the ``rows`` int64 [R] among the T packed tokens; ids and positions [T]."""
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        rows: Tensor,
+        step: AttentionStep,
+        embedded: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """Logits fp32 [R, vocabulary] of the ``rows`` int64 [R] among the T packed tokens; ids and positions [T].
+
+        ``embedded``: indices int64 [E] of tokens that are no token ids, and their embeddings [E, D].
+        """
         extra = {"logits_to_keep": rows} if self._keeps_logits else {}
         plain = torch.autocast(self.device.type, enabled=False)  # the caller's autocast is not meant for octavo
         # Ctrl-C may end the pass, and not what is put up for it and taken down again.
         with torch.inference_mode(), plain, self._octavo_attention(), self._linears.used(), interrupts.let_through():
-            output = self.model(
-                input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, octavo_step=step, **extra
-            )
+            inputs = {"input_ids": input_ids[None]}
+            if embedded is not None:
+                inputs = {"inputs_embeds": self._embed(input_ids, *embedded)[None]}
+            output = self.model(**inputs, position_ids=position_ids[None], use_cache=False, octavo_step=step, **extra)
         logits: Tensor = output.logits[0]
         return (logits if self._keeps_logits else logits[rows]).float()
+
+    def embedding_width(self) -> int:
+        """Width of the rows that stand for what is no text.
+
+        Raises:
+            UnsupportedModelError: the model takes token ids only.
+        """
+        if "inputs_embeds" not in inspect.signature(self.model.forward).parameters:
+            raise UnsupportedModelError(f"{self.spec.name} takes no inputs_embeds, so it can see no images")
+        return int(self._embedding().weight.shape[1])
+
+    def _embedding(self) -> Any:
+        return self.model.get_input_embeddings()  # type: ignore[operator]
+
+    def _embed(self, input_ids: Tensor, at: Tensor, rows: Tensor) -> Tensor:
+        """Inputs [T, D]: ``rows`` at the indices ``at``, and elsewhere what the model's own layer makes of the ids."""
+        embeds: Tensor = self._embedding()(input_ids.index_fill(0, at, 0))
+        return embeds.index_copy(0, at, rows.to(embeds))
 
     @contextmanager
     def _octavo_attention(self) -> Iterator[None]:

@@ -125,13 +125,29 @@ class PagePolicy(Protocol):
 
 
 class SegmentEncoder(Protocol):
-    """Turns what a prompt held (a PIL image, say) into embeddings of the language model's width."""
+    """Turns what a prompt held (a PIL image, say) into embeddings of the language model's width, D.
+
+    An encoder that has them is asked for two more things. ``read(item)``, when a prompt is read, gives what the other
+    methods get instead of the item: pixels that no later write to a file or array changes. ``witness(item) -> bytes``
+    is a second digest of what ``identity`` names: where one of the two differs, no cached page is shared.
+
+    ``bidirectional``: the item's positions see all of it, and not only what is in front of them.
+    """
 
     bidirectional: bool
 
-    def identity(self, item: Any) -> bytes: ...
-    def n_tokens(self, item: Any) -> int: ...
-    def encode(self, items: Sequence[Any]) -> Tensor: ...
+    def identity(self, item: Any) -> bytes:
+        """32 bytes that stand for the item's embeddings, the same in every process: pixels, preprocessing, weights."""
+        ...
+
+    def n_tokens(self, item: Any) -> int:
+        """Positions that the item takes in a prompt, N; at least 1."""
+        ...
+
+    def encode(self, items: Sequence[Any]) -> Tensor:
+        """Embeddings [I, N, D] of I items of N tokens each. They stand where the output of the model's embedding layer
+        would: behind whatever scale that layer applies."""
+        ...
 
 
 class Digest(Protocol):

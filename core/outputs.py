@@ -36,8 +36,11 @@ class Completion:
     """All samples of one request.
 
     Attributes:
+        prompt_token_ids: where the prompt held an image, as many ids as it has tokens, past the vocabulary and equal
+            for equal images: they stand for it, and no tokenizer knows them.
         cached_tokens: prompt tokens whose KV was found in the prefix cache at the first admission.
-        prompt_logprobs: one entry a prompt token, the first None, if asked for.
+        prompt_logprobs: one entry a prompt token, if asked for; None for the first, and for those of images.
+        error: an image that the prompt held could not be encoded, and this is why; the samples then end with "abort".
     """
 
     request_id: str
@@ -45,6 +48,7 @@ class Completion:
     samples: list[Sample]
     cached_tokens: int = 0
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    error: ValueError | None = None
 
     @property
     def text(self) -> str:

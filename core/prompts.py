@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from numbers import Number
 from typing import Any, NamedTuple
 
+from octavo.core.encoding.items import IMAGE, ItemReader
+from octavo.core.interfaces import SegmentEncoder
 from octavo.core.memory.page_layout import TEXT, Segment
 
 Prompt = str | Sequence[Any]
-"""A string, a list of token ids, or a list of strings, which are joined, and token segments."""
+"""A string, a list of token ids, or a list of strings, which are joined where they meet, of token segments, and of
+whatever the engine's encoder takes."""
 
 
 @dataclass(frozen=True)
@@ -29,11 +34,14 @@ class ReadPrompt(NamedTuple):
 
 
 class PromptReader:
-    """Reads prompts for one tokenizer and vocabulary."""
+    """Reads prompts for one tokenizer, vocabulary, and encoder, if there is one; a step computes ``step_tokens``."""
 
-    def __init__(self, tokenizer: Any, vocab_size: int) -> None:
+    def __init__(
+        self, tokenizer: Any, vocab_size: int, encoder: SegmentEncoder | None = None, step_tokens: int = 0
+    ) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
+        self._items = None if encoder is None else ItemReader(IMAGE, encoder, vocab_size, step_tokens)
 
     def read(self, prompt: Prompt, *, continues: bool = False) -> list[int]:
         """Token ids of a prompt; a text that ``continues`` another gets no special tokens.
@@ -59,32 +67,57 @@ class PromptReader:
         return ids
 
     def read_segments(self, prompt: Prompt, *, continues: bool = False) -> ReadPrompt:
-        """Token ids and segments of a prompt.
+        """Token ids and segments of a prompt; an image's positions hold its placeholder.
+
+        Special tokens that begin a text begin the prompt, also where an image comes first. Empty strings count for
+        nothing, unless there is nothing else.
 
         Raises:
-            ValueError: as ``read``; a segment that is empty.
+            ValueError: as ``read``; a segment that is empty, an item that the encoder refuses, or no encoder.
         """
-        if not isinstance(prompt, list | tuple) or not any(isinstance(part, TokenSegment) for part in prompt):
+        if not isinstance(prompt, list | tuple) or all(isinstance(part, str | Number | None) for part in prompt):
             return ReadPrompt(self.read(prompt, continues=continues), [])
         tokens: list[int] = []
         segments: list[Segment] = []
-        for part in prompt:
+        for part in _joined(prompt):
+            begins = not (continues or tokens)
             if isinstance(part, TokenSegment):
-                if not isinstance(part.kind, str):
-                    raise ValueError(
-                        f"a segment's kind must be a string, got {type(part.kind).__name__}: {part.kind!r:.80}"
-                    )
-                if not isinstance(part.token_ids, list | tuple):
-                    raise ValueError(
-                        f"token_ids of a segment must be a list of token ids, got {type(part.token_ids).__name__}: "
-                        f"{part.token_ids!r:.80}"
-                    )
-                kind, ids = part.kind, self.read(part.token_ids, continues=True)
+                added = [self._token_segment(part)]
+            elif isinstance(part, str):
+                added = [(Segment(TEXT, len(ids)), ids) for ids in [self._encode(part, not begins)]]
             else:
-                kind, ids = TEXT, self.read(_text(part), continues=continues or bool(tokens))
-            tokens += ids
-            segments.append(Segment(kind, len(ids)))
+                item = self._item_reader(part).read(part)
+                first = self._encode("", False) if begins and self._tokenizer is not None else []
+                added = [(Segment(TEXT, len(first)), first)]
+                added.append((Segment(item.kind, item.tokens, item), [item.placeholder] * item.tokens))
+            for segment, ids in added:
+                tokens += ids
+                segments += [segment] if ids else []
         return ReadPrompt(tokens, segments)
+
+    def _token_segment(self, part: TokenSegment) -> tuple[Segment, list[int]]:
+        if not isinstance(part.kind, str):
+            raise ValueError(f"a segment's kind must be a string, got {type(part.kind).__name__}: {part.kind!r:.80}")
+        if not isinstance(part.token_ids, list | tuple):
+            raise ValueError(
+                f"token_ids of a segment must be a list of token ids, got {type(part.token_ids).__name__}: "
+                f"{part.token_ids!r:.80}"
+            )
+        ids = self.read(part.token_ids, continues=True)
+        return Segment(part.kind, len(ids)), ids
+
+    def _item_reader(self, part: Any) -> ItemReader:
+        if isinstance(part, Number | None):
+            raise ValueError(
+                f"a prompt part of type {type(part).__name__} among texts and segments: {part!r:.80}; give token ids "
+                'as TokenSegment("text", [...])'
+            )
+        if self._items is None:
+            raise ValueError(
+                f"a prompt part of type {type(part).__name__} needs an encoder, and the engine serves text only; give "
+                'Engine(..., encoders={"image": ...})'
+            )
+        return self._items
 
     def _encode(self, text: str, continues: bool) -> list[int]:
         if self._tokenizer is None:
@@ -106,6 +139,16 @@ class PromptReader:
 def _text(part: Any) -> str:
     if not isinstance(part, str):
         raise ValueError(
-            f"a prompt part of type {type(part).__name__} needs an encoder, and the engine serves text only"
+            f"a prompt part of type {type(part).__name__} among texts: {part!r:.80}; give token ids as "
+            'TokenSegment("text", [...])'
         )
     return part
+
+
+def _joined(prompt: Sequence[Any]) -> list[Any]:
+    """The parts of a prompt, strings that meet as one."""
+    parts: list[Any] = []
+    for are_texts, group in groupby(prompt, lambda part: isinstance(part, str)):
+        whole = list(group)
+        parts += ["".join(whole)] if are_texts else whole
+    return parts

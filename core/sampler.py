@@ -68,7 +68,8 @@ def _penalised(logits: Tensor, sequences: list[Sequence], eos_token_ids: frozens
         if changed is logits:
             changed = logits.clone()
         if params.repetition_penalty != 1.0:
-            seen = torch.tensor(sorted(set(sequence.tokens)), device=logits.device)
+            ids = {token for token in sequence.tokens if token < logits.shape[1]}  # and no placeholders of images
+            seen = torch.tensor(sorted(ids), dtype=torch.int64, device=logits.device)
             scores = changed[row, seen]
             changed[row, seen] = torch.where(
                 scores > 0, scores / params.repetition_penalty, scores * params.repetition_penalty

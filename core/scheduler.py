@@ -100,6 +100,10 @@ class Scheduler:
            it for ever; so does one that was preempted in this step. A sequence whose next prefix page is just being
            computed by a running one of no lower priority is passed over: soon it will find that page.
 
+        An image whose tokens see one another is computed in one step. Where it does not fit into what is left of a
+        step it waits, and as its sequence was then served least recently, it comes first in the next; a sequence that
+        begins with such an image is admitted with the pages of its prefix hit alone.
+
         The running sequence of most worth always gets its pages, so every step makes progress. One that is alone and
         does not fit is ``stranded``, and the engine ends it.
         """
@@ -119,7 +123,7 @@ class Scheduler:
             if left <= 0:
                 break
             if sequence not in waiting:
-                count = min(sequence.chunk_limit(), left)
+                count = sequence.chunk(left)
                 if count > 0 and sequence not in plan.preempted:
                     self._serve(sequence, count, plan)
                 continue
@@ -219,11 +223,10 @@ class Scheduler:
                 if victim is sequence:
                     return
             else:
-                room = bisect_right(range(1, count + 1), self._pool.available, key=sequence.units_for)
-                if room == 0:
+                count = sequence.chunk(bisect_right(range(1, count), self._pool.available, key=sequence.units_for))
+                if count == 0:
                     plan.stranded.append(sequence)
                     return
-                count = room
         self._place(sequence, count, plan)
 
     def _admit(self, sequence: Sequence, match: PrefixMatch, plan: StepPlan) -> bool:
@@ -232,7 +235,8 @@ class Scheduler:
         hit_pages = len(match.nodes)
         hit_tokens = layout.first_token(hit_pages)
         sequence.computed = hit_tokens
-        count = min(sequence.chunk_limit(), self._config.step_tokens - plan.tokens)
+        left = self._config.step_tokens - plan.tokens
+        count = sequence.chunk(left) or sequence.chunk(self._config.step_tokens)
         sequence.computed = 0
         restored = sum(layout.page_entries(page) * self._plan.groups[group].slices for page, group in match.restores)
 
@@ -243,7 +247,8 @@ class Scheduler:
         if not self.running and any(group.window for group in self._plan.groups):
             # As much as there is room for: what a window passes makes room for the rest.
             room = self._pool.units_left(match.device_pages)
-            count = max(1, bisect_right(range(1, count + 1), room, key=fresh_for))
+            count = bisect_right(range(1, count + 1), room, key=fresh_for)
+            count = max(layout.least_chunk(hit_tokens), layout.unsplit(hit_tokens + count) - hit_tokens)
         fresh = fresh_for(count)
         victims = sorted((s for s in self.running if s.request.priority < sequence.request.priority), key=_worth)
         if not self._could_fit(fresh, match, len(victims)):
@@ -272,7 +277,8 @@ class Scheduler:
         self.running.append(sequence)
         if self.recorder is not None:
             self.recorder.admitted(sequence, hit_tokens)
-        self._place(sequence, count, plan)
+        if count <= self._config.step_tokens - plan.tokens:  # if not, it comes first in the next step
+            self._place(sequence, count, plan)
         if self._config.prefix_cache:
             for key in sequence.keys(layout.full_pages(sequence.goal))[hit_pages:]:
                 self._computing.setdefault(key, sequence)

@@ -16,7 +16,7 @@ from octavo.core.memory.block_table import BlockTable
 from octavo.core.memory.layer_groups import LayerPlan
 from octavo.core.memory.page_layout import PageLayout
 from octavo.core.memory.page_pool import PagePool, Pages
-from octavo.core.memory.prefix_cache import Node, PageKey, Parent, PrefixCache, page_key
+from octavo.core.memory.prefix_cache import Node, PageKey, Parent, PrefixCache, Tags, page_key
 from octavo.core.outputs import Completion, Sample, TokenLogprobs
 from octavo.core.shared_list import SharedList
 
@@ -43,7 +43,7 @@ class Request:
     """One prompt and its samples. ``unforked`` samples will branch off the first when the prompt is computed.
 
     ``layout`` says how its tokens fall into pages.
-    ``keep``, if given, takes the ended sequence over with its pages (a session's turn).
+    ``keep``, if given, takes the ended sequence over with its pages (a session's turn). ``error`` ended it, if any.
     """
 
     request_id: str
@@ -59,6 +59,7 @@ class Request:
     sequences: list[Sequence] = field(default_factory=list)
     cached_tokens: int | None = None
     keep: Callable[[Sequence], None] | None = None
+    error: ValueError | None = None
 
     @property
     def finished(self) -> bool:
@@ -73,6 +74,7 @@ class Request:
             samples=[sequence.result() for sequence in self.sequences],
             cached_tokens=self.cached_tokens or 0,
             prompt_logprobs=[known.get(at) for at in range(len(self.prompt))] if wanted else None,
+            error=self.error,
         )
 
 
@@ -84,6 +86,8 @@ class Sequence:
         tokens  [ prompt ............ | generated (or, when scoring, forced) ... ]
                 0          computed ^               goal ^
                 [ dense: any chunk    | sparse: one token a step                 ]
+
+    Positions of an image hold its placeholder in ``tokens``, which is no token id (``Item.placeholder``).
 
     ``computed`` tokens have their KV in the pool. The scheduler lets it chase ``goal``; when it gets there the next
     token is drawn. ``tables`` are its block tables, one for each group of layers; all have the same number of pages.
@@ -152,11 +156,16 @@ class Sequence:
             digest_bytes_read=self.digest_bytes_read,
         )
 
+    def chunk(self, room: int) -> int:
+        """Tokens that a step with room for so many may compute. An item that must not be split goes whole, or not at
+        all; 0 if it does not fit."""
+        return self.layout.unsplit(self.computed + min(self.chunk_limit(), room)) - self.computed
+
     def chunk_limit(self) -> int:
         """Tokens that may be computed in one step."""
         left = self.goal - self.computed
         if self.logprobs_from is not None:
-            left = min(left, KNOWN_LOGPROB_ROWS)
+            left = min(left, max(KNOWN_LOGPROB_ROWS, self.layout.least_chunk(self.computed)))
         for start, stop, _ in self.sparse_spans:
             if self.computed < start:
                 return min(left, start - self.computed)
@@ -164,11 +173,13 @@ class Sequence:
                 return min(left, 1)
         return left
 
-    def known_rows(self, start: int, stop: int) -> range:
-        """Positions in a chunk whose logits are compared with the token that is known to follow."""
+    def known_rows(self, start: int, stop: int) -> list[int]:
+        """Positions in a chunk whose logits are compared with the token that is known to follow, if it is one."""
         if self.logprobs_from is None:
-            return range(0)
-        return range(max(start, self.logprobs_from - 1), min(stop, self.goal, len(self.tokens) - 1))
+            return []
+        first, last = max(start, self.logprobs_from - 1), min(stop, self.goal, len(self.tokens) - 1)
+        no_tokens = {at for span in self.layout.items(first + 1, last + 1) for at in range(span.start, span.end)}
+        return [at for at in range(first, last) if at + 1 not in no_tokens]
 
     def sparse_span(self, position: int) -> SparseSpan | None:
         """The span that a token belongs to; None if it is computed densely."""
@@ -219,12 +230,16 @@ class Sequence:
         slots[: len(tokens)] = tokens
         return slots
 
+    def contents(self, page: int) -> tuple[NDArray[np.int32], str, Tags]:
+        """What tells a full page from others behind the same prefix: its tokens, its provenance, and its tags."""
+        return self.page_tokens(page), self.provenance(page), self.layout.tags(page)
+
     def keys(self, pages: int) -> list[PageKey]:
         """Keys of the first ``pages`` pages; a page's key never changes once it is full."""
         while len(self._keys) < pages:
             page = len(self._keys)
             parent = self._keys[-1] if self._keys else self.request.root
-            self._keys.append(page_key(parent, self.page_tokens(page), self.provenance(page)))
+            self._keys.append(page_key(parent, *self.contents(page)))
         return self._keys[:pages]
 
     def adopt_prefix(self, parent: Sequence) -> None:
@@ -241,8 +256,11 @@ class Sequence:
             table.stale_from = 0
 
     def truncate(self, tokens: int) -> None:
-        """Forget the KV past ``tokens``, and of a page that was full all of it (``PageLayout.kept``). Where pages
-        behind a window are gone that are seen again from there, everything is let go of."""
+        """Forget the KV past ``tokens``, of a page that was full all of it (``PageLayout.kept``), and all of an item
+        that must not be split. Where pages behind a window are gone that are seen again from there, everything is let
+        go of."""
+        if tokens < self.computed:
+            tokens = self.layout.unsplit(tokens)
         pages, tokens = self.layout.kept(tokens, self.computed)
         for number, table in enumerate(self.tables):
             if tokens and table.first_page > self.first_seen(number, tokens):
@@ -293,7 +311,7 @@ def match_prefix(sequence: Sequence, index: PrefixCache, plan: LayerPlan) -> Pre
     nodes: list[Node] = []
     parent: Parent = sequence.request.root
     for number, key in enumerate(keys):
-        node = index.find(key, parent, sequence.page_tokens(number), sequence.provenance(number))
+        node = index.find(key, parent, *sequence.contents(number))
         if node is None:
             break
         nodes.append(node)
@@ -309,7 +327,9 @@ def match_prefix(sequence: Sequence, index: PrefixCache, plan: LayerPlan) -> Pre
 
 
 def _longest_kept(sequence: Sequence, nodes: list[Node], plan: LayerPlan) -> int:
-    """How many of the nodes' pages can be used: the largest number such that every group still has what is seen."""
+    """How many of the nodes' pages can be used: the largest number such that no bidirectional item is split, and every
+    group still has what is seen."""
+    layout = sequence.layout
 
     def kept(page: int, group: int) -> bool:
         return bool(nodes[page].pages[group] or nodes[page].host[group])
@@ -318,7 +338,8 @@ def _longest_kept(sequence: Sequence, nodes: list[Node], plan: LayerPlan) -> int
     windowed = [number for number, group in enumerate(plan.groups) if group.window]
     found = next((page for page in range(len(nodes)) if not all(kept(page, group) for group in full)), len(nodes))
     while found:
-        end = sequence.layout.first_token(found)
+        end = layout.unsplit(layout.first_token(found))
+        found = layout.pages_for(end)
         gone = [
             page
             for group in windowed

@@ -43,8 +43,8 @@ class Session:
             self.append(prompt)
 
     def append(self, prompt: Prompt, *, role: str | None = None) -> None:
-        """Add text or token ids to the history. With ``role`` the text becomes a message of the tokenizer's chat
-        template; after a "user" message the template's cue for an answer is added too.
+        """Add text, token ids, or a list of texts and images to the history. With ``role`` text becomes a message of
+        the tokenizer's chat template; after a "user" message the template's cue for an answer is added too.
 
         Raises:
             ValueError: the session is closed or busy, or the prompt cannot be read.
@@ -92,9 +92,16 @@ class Session:
         return request.request_id
 
     def generate(self, params: SamplingParams | None = None) -> Completion:
-        """Run the next turn to its end."""
+        """Run the next turn to its end.
+
+        Raises:
+            ValueError: an image of the history could not be encoded.
+        """
         request_id = self.submit(params)
-        return self._engine.finish([request_id])[request_id]
+        completion = self._engine.finish([request_id])[request_id]
+        if completion.error is not None:
+            raise completion.error
+        return completion
 
     @interrupts.held()
     def fork(self) -> Session:
@@ -175,9 +182,8 @@ class Session:
         if not rendered.startswith(self._rendered):
             raise ValueError("the chat template rewrites earlier messages, so a session cannot grow by it; append text")
         added = rendered[len(self._rendered) :]
-        ending = self.tokens and tokenizer.decode(self.tokens[-1:], skip_special_tokens=False)
-        if self._messages and ending and self.tokens[-1] in self._engine._eos and added.startswith(ending):
-            added = added[len(ending) :]
+        if self._messages and self.tokens and self.tokens[-1] in self._engine._eos:
+            added = added.removeprefix(tokenizer.decode(self.tokens[-1:], skip_special_tokens=False))
         self._messages, self._rendered = messages, rendered
         return added
 

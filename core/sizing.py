@@ -152,20 +152,21 @@ def check_fits(layout: PageLayout, plan: LayerPlan, prompt: int, required: int, 
 
     The last token's KV is never stored, so ``prompt + required - 1`` slots are needed: all of them in layers that see
     everything, and what a window can touch in the others. That is most where a page begins, since the window then
-    touches the longest stretch in front of it; on pages of one size, where the last page begins.
+    touches the longest stretch in front of it; on pages of one size, where the last page begins. An item that must not
+    be split is written as a whole.
     """
     if prompt + required > longest:
         raise CapacityError(capacity_report.too_long(prompt, required, longest))
     stored = prompt + required - 1
     pages = layout.pages_for(stored)
     starts = map(layout.first_token, [pages - 1] if layout.uniform else range(pages))
-    units = max(_units_seen(layout, plan, start) for start in starts)
+    units = max(_units_seen(layout, plan, start, layout.least_chunk(start)) for start in starts)
     if units > pool.most_units:
         raise CapacityError(capacity_report.never_fits(layout, plan, prompt, required, units, pool.most_units))
 
 
-def _units_seen(layout: PageLayout, plan: LayerPlan, position: int) -> int:
-    """Units of the pages that a query at ``position`` sees or is on."""
-    end = layout.first_entry(layout.page_of(position) + 1)
+def _units_seen(layout: PageLayout, plan: LayerPlan, position: int, count: int) -> int:
+    """Units of the pages that a query at ``position`` sees, and of those that ``count`` tokens from there on are on."""
+    end = layout.entries_for(position + count)
     firsts = [layout.first_entry(layout.page_of(group.first_seen(position))) for group in plan.groups]
     return sum((end - first) * group.slices for first, group in zip(firsts, plan.groups, strict=True))

@@ -124,6 +124,15 @@ def stranded(sequence: Sequence, engine: Engine) -> str:
     )
 
 
+def queues(engine: Engine) -> str:
+    """Who runs, waits and is parked, and what could be had for them."""
+    scheduler, pool = engine._scheduler, engine._pool
+    return (
+        f"{len(scheduler.running)} sequences running, {len(scheduler.waiting)} waiting, {len(scheduler.parked)} "
+        f"parked; {pool.available} of {pool.most_units} units available, {pool.pinned_units} pinned"
+    )
+
+
 def holders(engine: Engine) -> str:
     """Who holds the pool now: the requests that hold most, and what is cached and free."""
     pool = engine._pool
