@@ -58,7 +58,7 @@ class EncodedItems:
             for item, start, end in chunk.sequence.layout.items(chunk.start, chunk.end):
                 begin, stop = max(start, chunk.start), min(end, chunk.end)
                 at.append(torch.arange(begin, stop) - chunk.start + first)
-                rows.append(self._embeddings[item.name][begin - start : stop - start].to(self._device))
+                rows.append(self._embeddings[item.name][begin - start : stop - start])
             first += chunk.count
         return (torch.cat(at).to(self._device), torch.cat(rows)) if rows else None
 
@@ -113,7 +113,8 @@ class EncodedItems:
     def _encoded(self, items: list[Item]) -> Sequence[Tensor]:
         """Embeddings [N, D] of items of N tokens each."""
         assert self._encoder is not None
-        with torch.inference_mode(), interrupts.let_through():
+        plain = torch.autocast(self._device.type, enabled=False)  # what is cached does not depend on the caller's
+        with torch.no_grad(), plain, interrupts.let_through():
             embeddings = self._encoder.encode([item.value for item in items])
         wanted = (len(items), items[0].tokens, self._width)
         shape = tuple(embeddings.shape) if isinstance(embeddings, Tensor) else type(embeddings).__name__
@@ -122,7 +123,7 @@ class EncodedItems:
                 f"the {items[0].kind} encoder gave embeddings of {shape}, and {wanted} were due: items, tokens of each "
                 "by n_tokens, and the width of the language model"
             )
-        return embeddings.unbind()
+        return embeddings.to(self._device).unbind()
 
 
 def _tokens(item: Item) -> int:

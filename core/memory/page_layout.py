@@ -216,9 +216,11 @@ class PageLayout:
         return extent.start if extent.item is not None and extent.item.bidirectional else token
 
     def least_chunk(self, token: int) -> int:
-        """The fewest tokens that a step may compute from ``token`` on: one, or all of a bidirectional item."""
+        """The fewest tokens that a step may compute from ``token`` on: one, or the rest of a bidirectional item."""
         extent = self._at_token(token)
-        return extent.item.tokens if extent.item is not None and extent.item.bidirectional else 1
+        if extent.item is None or not extent.item.bidirectional:
+            return 1
+        return extent.start + extent.item.tokens - token
 
     def is_sealed_full(self, page: int, computed: int) -> bool:
         """Whether the first ``computed`` tokens include all that a page can ever hold: it may be published."""

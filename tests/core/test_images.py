@@ -608,6 +608,20 @@ class TestBadInput:
         with pytest.raises(CapacityError, match="raise pool_tokens"):
             served(g_model, FakeEncoder(True), pool_tokens=40).submit(prompt, params(1))
 
+    def test_what_fits_is_served_and_the_rest_refused(self, model, served, expected):
+        prompt, tokens = [text(5), B, text(1)], 4
+        served_from = []
+        for pool_tokens in range(12, 48, 4):
+            engine = served(model, FakeEncoder(True), pool_tokens=pool_tokens)
+            try:
+                done = engine.generate([prompt], params(tokens))[0]
+            except BatchError as refused:
+                assert isinstance(refused.errors[0], CapacityError)
+                continue
+            served_from.append(pool_tokens)
+            assert done.samples[0].token_ids == expected(model, prompt, True, tokens)
+        assert served_from == list(range(served_from[0], 48, 4)) and served_from[0] > 12
+
     @pytest.mark.parametrize(
         ("prompt", "message"),
         [
