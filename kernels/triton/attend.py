@@ -43,6 +43,7 @@ def attend(
     whole tiles only. With MASS, the log-sum-exp of each piece (min(U, BLOCK_N) slots)
     goes to ``piece_rows [M]``.
     """
+    query = query.to(keys.dtype.element_ty)  # the pool need not have the model's dtype, and a product takes one
     d = tl.arange(0, BLOCK_D)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)

@@ -248,7 +248,7 @@ def decode_after(
 
     block_d = max(triton.next_power_of_2(head_dim), 16)
     many = " many" if batch >= MANY_ROWS else ""
-    tuned = settings.launch("decode", f"{block_d}x{q.element_size()}{many}", q.device)
+    tuned = settings.launch("decode", f"{block_d}x{pool.element_size()}{many}", q.device)
     block_n, group, heads = tuned["BLOCK_N"], q_heads // kv_heads, lengths.shape[2]
     items = batch * heads
     most, min_tiles = programs_a_lane(items, kv_heads // heads, entries * unit_tokens, multiprocessors(q.device), tuned)

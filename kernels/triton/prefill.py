@@ -233,6 +233,7 @@ def _prefill_kernel(
     position = tl.load(q_pos + token, mask=live, other=-1)  # a row that is not live sees nothing
     inside = live[:, None] & (d < D)[None, :]
     query = tl.load(q + token[:, None] * q_token + heads[:, None] * q_head + d[None, :], mask=inside, other=0.0)
+    query = query.to(pool.dtype.element_ty)  # the pool need not have the model's dtype, and a product takes one
 
     wide_layer = layer.to(tl.int64)
     row = table + wide_layer * t_layer + b * t_batch + head * t_head
@@ -374,7 +375,7 @@ def native(
     assert scale > 0 and (q_span is None or q_span.is_contiguous())
 
     block_d = max(triton.next_power_of_2(head_dim), 16)
-    tuned = settings.launch("prefill", f"{block_d}x{q.element_size()}", q.device)
+    tuned = settings.launch("prefill", f"{block_d}x{pool.element_size()}", q.device)
     block_n = tuned["BLOCK_N"]
     block_m = max(min(tuned["BLOCK_M"], triton.next_power_of_2(max_q * group)), triton.next_power_of_2(group), 16)
     tiles = max(triton.cdiv(max_q, block_m // group), 1)  # without a query, too, rows of no sequence are written

@@ -108,11 +108,13 @@ def dense_parts(counts: Sequence[int], contexts: Sequence[int], done: Done) -> l
 
 
 def _serves(q: Tensor, pool: Tensor) -> bool:
-    """Whether there is a dense kernel for these queries that is faster than the paged one: cuDNN's from Hopper on, for
-    half precision and heads of up to 128. On a CPU, under Triton's interpreter, any will do."""
+    """Whether there is a dense kernel for these queries, in the pool's dtype, that is faster than the paged one: cuDNN's
+    from Hopper on, for half precision and heads of up to 128. On a CPU, under Triton's interpreter, any will do."""
+    if q.dtype != pool.dtype:
+        return False
     if not q.is_cuda:
         return True
-    half = q.dtype == pool.dtype and q.dtype in (torch.float16, torch.bfloat16)
+    half = q.dtype in (torch.float16, torch.bfloat16)
     hopper = torch.cuda.get_device_capability(q.device) >= (9, 0) and torch.backends.cuda.cudnn_sdp_enabled()
     return half and hopper and q.shape[2] % 8 == 0 and q.shape[2] <= 128
 

@@ -161,7 +161,7 @@ def decode_shared(
     assert pool.is_contiguous() and groups.is_contiguous() and q.stride(2) == table.stride(3) == 1
     group = q_heads // kv_heads
     block_d = max(triton.next_power_of_2(head_dim), 16)
-    tuned = settings.launch("shared", f"{block_d}x{q.element_size()}", q.device)
+    tuned = settings.launch("shared", f"{block_d}x{pool.element_size()}", q.device)
     block_m = max(min(tuned["BLOCK_M"], triton.next_power_of_2(batch * group)), triton.next_power_of_2(group), 16)
     members = block_m // group
     most, min_tiles = programs_a_lane(batch, kv_heads, entries * unit_tokens, multiprocessors(q.device), tuned)

@@ -2,10 +2,11 @@
 
 import mmap
 from dataclasses import replace
+from itertools import permutations
 
 import pytest
 import torch
-from kernel_cases import DECODE, LARGE_DECODE, LARGE_PREFILL, LAYER, PREFILL, Case, build, check
+from kernel_cases import DECODE, LARGE_DECODE, LARGE_PREFILL, LAYER, PREFILL, TOLERANCE, Case, build, check
 
 from octavo.kernels import ops
 from octavo.kernels.cpu import backend as cpu
@@ -78,6 +79,19 @@ def test_prefill_triton(case, small_tiles):
 @pytest.mark.parametrize("case", [c for c in DECODE + PREFILL if c.name in HALF_CASES], ids=ids)
 def test_half_precision(case, dtype, backend):
     compare(backend, case, dtype)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtypes", [*permutations(DTYPES, 2)], ids=lambda pair: "q-{}-pool-{}".format(*map(ids, pair)))
+@pytest.mark.parametrize("case", [c for c in DECODE + PREFILL if c.name in ("unit-8", "prefill-chunk")], ids=ids)
+def test_a_pool_of_another_dtype_than_the_queries(case, dtypes, backend):
+    """The queries are numbers that both types have, so what is compared is no rounding of theirs."""
+    q_dtype, pool_dtype = dtypes
+    coarse = max(dtypes, key=TOLERANCE.get)
+    inputs = build(case, pool_dtype)
+    inputs = replace(inputs, q=inputs.q.bfloat16().to(q_dtype))
+    op = "prefill" if case.queries else "decode"
+    check(call(op, backend, inputs), getattr(reference, op)(*inputs.args()), coarse, backend)
 
 
 @interpreted

@@ -217,6 +217,13 @@ def test_half_precision(case, dtype, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_a_pool_of_another_dtype_than_the_queries(backend):
+    inputs = build(CASES[1], torch.float16)
+    inputs = replace(inputs, q=inputs.q.float())
+    check((call(backend, inputs),), (inputs.truth(),), torch.float16, backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("number", range(4))
 def test_random_groups(number, backend):
     """Groups of any sizes; some runs are longer than what follows, some rows have nothing of their own."""
