@@ -108,9 +108,8 @@ def dense_parts(counts: Sequence[int], contexts: Sequence[int], done: Done) -> l
 
 
 def _serves(q: Tensor, pool: Tensor) -> bool:
-    """Whether there is a dense kernel for these queries, in the pool's dtype, that is faster than the paged one:
-    cuDNN's from Hopper on, for half precision and heads of up to 128. On a CPU, under Triton's interpreter, any will
-    do."""
+    """Whether there is a dense kernel for these queries that is faster than the paged one: cuDNN's from Hopper on, for
+    half precision, the pool's too, and heads of up to 128. On a CPU, under Triton's interpreter, any will do."""
     if q.dtype != pool.dtype:
         return False
     if not q.is_cuda:
