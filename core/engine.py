@@ -83,7 +83,7 @@ class Engine:
         self._model = HFModel(model)
         self._method = method
         self._max_tokens = sizing.max_tokens(self.config, self.spec)
-        backend = sizing.backend(self.config, self._model.device)
+        backend = sizing.backend(self.config, self.spec, self._model.device)
         dtype = sizing.kv_dtype(self.config, self.spec)
         device = self._model.device
         self._plan = LayerPlan.of(self.spec.windows, self.config.layer_groups)

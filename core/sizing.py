@@ -21,7 +21,7 @@ from octavo.core.memory.page_layout import PageLayout
 from octavo.core.memory.page_pool import PagePool
 from octavo.core.memory.prefix_cache import PrefixCache
 from octavo.core.policies import ALLOCATORS
-from octavo.kernels.layout import MAX_UNITS, pool_shape
+from octavo.kernels.layout import MAX_UNITS, TRITON_DTYPES, TRITON_HEAD_DIM, pool_shape
 
 CPU_POOL_BYTES = 4 << 30
 
@@ -37,10 +37,11 @@ def max_tokens(config: EngineConfig, spec: ModelSpec) -> int:
     return config.max_model_tokens
 
 
-def backend(config: EngineConfig, device: torch.device) -> str:
-    """Name of the kernels for a device."""
-    if config.backend == "auto":
-        return "triton" if device.type == "cuda" else "cpu"
+def backend(config: EngineConfig, spec: ModelSpec, device: torch.device) -> str:
+    """Name of the kernels for a model on a device."""
+    name = config.backend
+    if name == "auto":
+        name = "triton" if device.type == "cuda" else "cpu"
     if config.backend == "cpu" and device.type != "cpu":
         raise ValueError(f"backend='cpu' cannot serve a model on {device}; use 'triton' or 'reference'")
     if config.backend == "triton" and find_spec("triton") is None:
@@ -50,7 +51,17 @@ def backend(config: EngineConfig, device: torch.device) -> str:
             "backend='triton' needs a CUDA device, and the model is on the CPU; use backend='cpu', or set "
             "TRITON_INTERPRET=1 to run the kernels in Triton's (slow) interpreter"
         )
-    return config.backend
+    if name == "triton" and spec.head_dim > TRITON_HEAD_DIM:
+        raise ValueError(
+            f"backend='triton' serves heads of at most {TRITON_HEAD_DIM} elements, and those of {spec.name} have "
+            f"{spec.head_dim}; use backend='reference'"
+        )
+    if name == "triton" and kv_dtype(config, spec) not in TRITON_DTYPES:
+        raise ValueError(
+            f"backend='triton' serves a pool of fp16, bf16 or fp32, and {spec.name} keeps its keys in {spec.kv_dtype}; "
+            "set kv_dtype, or use backend='reference'"
+        )
+    return name
 
 
 def kv_dtype(config: EngineConfig, spec: ModelSpec) -> torch.dtype:

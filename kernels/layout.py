@@ -31,6 +31,10 @@ ID_SHIFT = VALID_BITS + FORMAT_BITS
 VALID_MASK = (1 << VALID_BITS) - 1
 MAX_UNITS = 1 << (31 - ID_SHIFT)
 MAX_UNIT_TOKENS = 64
+TRITON_HEAD_DIM = 256
+"""Largest head that the Triton kernels have launch settings for."""
+TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+"""Pools that they have them for."""
 SCRATCH_UNIT = 0
 
 

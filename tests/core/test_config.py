@@ -285,6 +285,20 @@ class TestEngine:
         with pytest.raises(ValueError, match="backend='triton' needs a CUDA device"):
             engine_for(t_model, backend="triton")
 
+    @pytest.mark.parametrize(
+        ("head_dim", "dtype", "says"),
+        [
+            (272, torch.float32, "at most 256 elements, and those of LlamaForCausalLM have 272; use backend="),
+            (16, torch.float64, "keeps its keys in torch.float64; set kv_dtype"),
+        ],
+    )
+    def test_models_without_triton_kernels(self, head_dim, dtype, says, make_llama, engine_for, monkeypatch):
+        monkeypatch.setenv("TRITON_INTERPRET", "1")  # a device is not what is missing
+        model = make_llama(head_dim=head_dim, num_hidden_layers=1).to(dtype)
+        with pytest.raises(ValueError, match=says):
+            engine_for(model, backend="triton")
+        engine_for(model, backend="reference")
+
     def test_nothing_at_the_path(self, tmp_path):
         with pytest.raises(ValueError, match=str(tmp_path / "nowhere")):
             Engine.from_pretrained(tmp_path / "nowhere")

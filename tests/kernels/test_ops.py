@@ -1,12 +1,15 @@
 """The registration with torch: schemas, shapes without data, one compilation for all batch sizes."""
 
+import json
+
 import pytest
 import torch
 from kernel_cases import Case, build
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from octavo.kernels import ops
-from octavo.kernels.layout import pool_shape
+from octavo.kernels.layout import TRITON_DTYPES, TRITON_HEAD_DIM, pool_shape
+from octavo.kernels.triton import settings
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, the gpu tests run the compiled kernels")
 BACKENDS = ["reference", "cpu", pytest.param("triton", marks=interpreted)]
@@ -32,6 +35,13 @@ def test_opcheck(op, backend):
         "prefill": lambda: clean(Case("opcheck", (3, 20), (3, 5), head_dim=16, sinks=True, stored=True)),
     }[op]()
     torch.library.opcheck(getattr(torch.ops.octavo, op.split("-")[0]).default, (*args, backend))
+
+
+@pytest.mark.parametrize("kernel", ["decode", "shared", "prefill", "page_score"])
+def test_what_triton_serves_has_launch_settings_and_nothing_else_has(kernel):
+    keys = {key.removesuffix(" many") for key in json.loads((settings.FOLDER / "default.json").read_text())[kernel]}
+    padded = [16 << i for i in range((TRITON_HEAD_DIM // 16).bit_length())]
+    assert keys == {f"{dim}x{dtype.itemsize}" for dim in padded for dtype in TRITON_DTYPES}
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
