@@ -159,12 +159,13 @@ class Digest(Protocol):
     @property
     def provenance(self) -> str: ...
 
-    def spec(self, page_tokens: int, kv_heads: int, head_dim: int) -> Mapping[str, tuple[int, ...]]:
-        """Shape of each part for one page of one layer, ``(Hkv, ...)``; parts have the dtype of the pool."""
+    def spec(self, page_tokens: int, model: ModelSpec) -> Mapping[str, tuple[int, ...]]:
+        """Shape of each part for one page of one layer, ``(Hkv, ...)``; parts have the dtype of the pool. Raises
+        ValueError if the digest cannot be made of pages of this size, or of this model."""
         ...
 
-    def compute(self, k: Tensor, v: Tensor) -> Mapping[str, Tensor]:
-        """Parts of n pages, each ``[n, Hkv, ...]``, from ``k, v [n, Hkv, p, D]``."""
+    def compute(self, k: Tensor, v: Tensor, layers: Sequence[int]) -> Mapping[str, Tensor]:
+        """Parts of n pages, each ``[n, L, Hkv, ...]``, from ``k, v [n, L, Hkv, p, D]`` of the model's L ``layers``."""
         ...
 
 
@@ -183,7 +184,8 @@ class PageView(Protocol):
     what is read is counted.
 
     ``n_pages [b]`` int32 counts the open page at the end, whose digest does not exist yet; ``max_pages`` is the
-    largest of them, P. ``seeds [b]`` int64 are the requests' own.
+    largest of them, P. ``seeds [b]`` int64 are the requests' own. ``layers`` counts those of the model. ``reusable`` is
+    what a method leaves for the later layers of the same step.
     """
 
     layer: int
@@ -192,10 +194,12 @@ class PageView(Protocol):
     n_pages: Tensor
     max_pages: int
     seeds: Tensor
+    reusable: Selection | None
 
     @property
+    def layers(self) -> int: ...
+    @property
     def kv_heads(self) -> int: ...
-
     @property
     def lengths(self) -> Tensor:
         """int32 [b], tokens of each sequence, the one being decoded included."""
@@ -203,6 +207,10 @@ class PageView(Protocol):
 
     def digest(self, part: str) -> Tensor:
         """``[b, P, Hkv, ...]``; rows past a sequence's sealed pages are arbitrary, NaN included."""
+        ...
+
+    def keys(self, channels: Tensor) -> Tensor:
+        """r ``channels`` int64 [b, Hkv, r] of every key: ``[b, Hkv, P * p, r]``, past ``lengths`` arbitrary or NaN."""
         ...
 
     def bounds(self, q: Tensor, per_query_head: bool = False) -> Tensor:
@@ -286,32 +294,46 @@ class SparseMethod(Protocol):
 
 
 class Scorer(Protocol):
-    """Rates pages: a larger score is read first. ``parts`` are the digest parts that it reads; ``draws`` says that the
-    scores depend on ``PageView.seeds``."""
+    """Rates pages: a larger score is read first. ``parts`` are the digest parts that it reads, each once; ``draws``:
+    scores depend on ``PageView.seeds``; ``shares``: they estimate shares of a head's attention, so they add up."""
 
     @property
     def parts(self) -> frozenset[str]: ...
     @property
     def draws(self) -> bool: ...
+    @property
+    def shares(self) -> bool: ...
 
     def score(self, q: Tensor, pages: PageView) -> Tensor:
         """fp32 [b, H, P] for ``q [b, Hq, D]``; what stands past a sequence's pages is ignored, NaN included."""
         ...
 
     def elements(self, tokens: int, spec: ModelSpec, page_tokens: int) -> int:
-        """Elements a KV head that scoring ``tokens`` tokens reads, in closed form."""
+        """Elements a KV head that scoring ``tokens`` tokens reads besides digests, in closed form."""
         ...
 
 
 class Budget(Protocol):
-    """Pages that each KV head may read. A budget in tokens rounds up to whole pages."""
+    """Pages that each KV head may read. A budget in tokens rounds up to whole pages. ``needs_shares``: it can only
+    divide scores that are shares of attention. ``adaptive``: it may spend less than ``pages`` as scores demand, so what
+    is predicted is the most that is read."""
 
-    def max_pages(self, layer: int, page_tokens: int) -> int:
-        """The most that any head of a layer gets; known without looking at scores, so that shapes are static."""
+    @property
+    def needs_shares(self) -> bool: ...
+    @property
+    def adaptive(self) -> bool: ...
+
+    def pages(self, layer: int, layers: int, page_tokens: int) -> int:
+        """Pages a KV head of ``layer`` (of ``layers``), on average; a sequence of no more pages is read whole."""
         ...
 
-    def allocate(self, scores: Tensor, pages: PageView) -> Tensor:
-        """int64 [b, H], for scores fp32 [b, H, P]."""
+    def most(self, layer: int, layers: int, page_tokens: int, heads: int) -> int:
+        """The most that any of ``heads`` gets; known without looking at scores, so that shapes are static."""
+        ...
+
+    def allocate(self, scores: Tensor, keep: Tensor, pages: PageView) -> Tensor:
+        """int64 [b, H], for scores fp32 [b, H, P], NaN the worst, and pages to read in any case, ``keep`` bool [b, P].
+        Both are arbitrary past a sequence's pages."""
         ...
 
 

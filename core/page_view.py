@@ -11,6 +11,7 @@ from torch import Tensor
 from octavo.core.interfaces import LayerTraits, Selection
 from octavo.core.memory.layer_groups import LayerPlan
 from octavo.kernels import ops
+from octavo.kernels.layout import entry_units
 
 
 @dataclass
@@ -37,6 +38,7 @@ class StepPages:
     elements_read: Tensor
     layer: int = 0
     traits: LayerTraits = field(default_factory=lambda: LayerTraits(1.0))
+    reusable: Selection | None = None
     _listed: tuple[Selection, int, Tensor, Tensor] | None = None
     """The last selection of ``top``, the slice it was made for, and the table and slots that came with it."""
 
@@ -54,6 +56,10 @@ class StepPages:
         return self.page_tokens // self.kv.shape[4]
 
     @property
+    def layers(self) -> int:
+        return len(self.plan.places)
+
+    @property
     def kv_heads(self) -> int:
         return self.kv.shape[3]
 
@@ -65,6 +71,15 @@ class StepPages:
         store = self.parts[part]
         self.elements_read += (self.n_pages - 1) * store[0, 0].numel()
         return store[self.first_units, self.plan.places[self.layer].group_layer]
+
+    def keys(self, channels: Tensor) -> Tensor:
+        place = self.plan.places[self.layer]
+        self.elements_read += self.lengths * (self.kv_heads * channels.shape[2])
+        units = entry_units(self.tables[place.slice][:, : self.max_pages * self.page_units])  # [b, M]
+        heads, slots = (torch.arange(n, device=self.kv.device) for n in self.kv.shape[3:5])
+        # Each index has the axes [b, Hkv, M, unit_tokens, r], so that nothing but the wanted elements is touched.
+        at = units[:, None, :, None, None], place.unit_layer, 0, heads[:, None, None, None], slots[:, None]
+        return self.kv[(*at, channels[:, :, None, None])].flatten(2, 3)
 
     def bounds(self, q: Tensor, per_query_head: bool = False) -> Tensor:
         low, high = self.parts["min"], self.parts["max"]

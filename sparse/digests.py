@@ -1,9 +1,11 @@
 """Digests: small pure functions of a sealed page."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
+
+from octavo.core.interfaces import ModelSpec
 
 
 @dataclass(frozen=True)
@@ -17,8 +19,8 @@ class MinMax:
     def provenance(self) -> str:
         return repr(self)
 
-    def spec(self, page_tokens: int, kv_heads: int, head_dim: int) -> Mapping[str, tuple[int, ...]]:
-        return {"min": (kv_heads, head_dim), "max": (kv_heads, head_dim)}
+    def spec(self, page_tokens: int, model: ModelSpec) -> Mapping[str, tuple[int, ...]]:
+        return {"min": (model.kv_heads, model.head_dim), "max": (model.kv_heads, model.head_dim)}
 
-    def compute(self, k: Tensor, v: Tensor) -> Mapping[str, Tensor]:
-        return {"min": k.amin(2), "max": k.amax(2)}
+    def compute(self, k: Tensor, v: Tensor, layers: Sequence[int]) -> Mapping[str, Tensor]:
+        return {"min": k.amin(-2), "max": k.amax(-2)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import prod
 
 from torch import Tensor
 
@@ -32,10 +33,13 @@ class Method:
     attention), the *budget* says how many each head may read, *keep* names those that are read in any case, the
     *selector* picks, and the *placement* brings the picked pages to where the kernel reads.
 
-    Nothing is dropped while a sequence fits the budget, so with a full budget the method is exactly dense.
+    A sequence that fits the budget of a layer is read whole, whoever is beside it in the batch, so with a full budget
+    the method is exactly dense.
 
     Attributes:
         dense_layers: layers that read everything, whatever the budget.
+        choosing_layers: layers that choose; each later one reads the pages that the last of them chose. One that is
+            dense as well chooses for others only. Empty: every layer chooses for itself.
     """
 
     name: str
@@ -46,11 +50,14 @@ class Method:
     placement: Placement = field(default_factory=Resident)
     keep: Keep = field(default_factory=Keep)
     dense_layers: Sequence[int] = ()
+    choosing_layers: Sequence[int] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "dense_layers", tuple(self.dense_layers))
-        if any(isinstance(layer, bool) or not isinstance(layer, int) for layer in self.dense_layers):
-            raise ValueError(f"{self.name}: dense_layers must be layer numbers, got {list(self.dense_layers)}")
+        for name in ("dense_layers", "choosing_layers"):
+            layers = tuple(getattr(self, name))
+            object.__setattr__(self, name, layers)
+            if any(isinstance(layer, bool) or not isinstance(layer, int) for layer in layers):
+                raise ValueError(f"{self.name}: {name} must be layer numbers, got {list(layers)}")
 
     @cached_property
     def provenance(self) -> str:
@@ -63,24 +70,37 @@ class Method:
 
     def reads_all(self, tokens: int, spec: ModelSpec, page_tokens: int) -> bool:
         pages = -(-tokens // page_tokens)
-        chosen = (layer for layer in range(spec.layers) if layer not in self.dense_layers)
-        return all(pages <= self.budget.max_pages(layer, page_tokens) for layer in chosen)
+        return all(pages <= self._budget(layer, spec.layers, page_tokens) for layer in self._sparse_layers(spec))
 
     def validate(self, spec: ModelSpec, page_tokens: int) -> None:
-        outside = [layer for layer in self.dense_layers if not 0 <= layer < spec.layers]
-        if outside:
+        for name in ("dense_layers", "choosing_layers"):
+            outside = [layer for layer in getattr(self, name) if not 0 <= layer < spec.layers]
+            if outside:
+                raise ValueError(f"{self.name}: {name} {outside} are not among the {spec.layers} layers of {spec.name}")
+        windowed = [layer for layer in self.choosing_layers if spec.windows[layer]]
+        if windowed:
             raise ValueError(
-                f"{self.name}: dense_layers {outside} are not among the {spec.layers} layers of {spec.name}"
+                f"{self.name}: choosing_layers {windowed} of {spec.name} see only a window; layers that see everything "
+                f"are {[layer for layer, window in enumerate(spec.windows) if not window]}"
             )
-        missing = self.scorer.parts - set(
-            self.digest.spec(page_tokens, spec.kv_heads, spec.head_dim) if self.digest else ()
-        )
+        sparse = self._sparse_layers(spec)
+        early = [layer for layer in sparse if layer < min(self.choosing_layers, default=0)]
+        if early:
+            raise ValueError(
+                f"{self.name}: layers {early} come before the first of choosing_layers {list(self.choosing_layers)}; "
+                "make them dense_layers, or let an earlier layer choose"
+            )
+        missing = self.scorer.parts - set(self.digest.spec(page_tokens, spec) if self.digest else ())
         if missing:
             raise ValueError(
                 f"{self.name}: {self.scorer} needs digest parts {sorted(missing)}, and {self.digest} has none of them"
             )
+        if self.budget.needs_shares and not self.scorer.shares:
+            raise ValueError(
+                f"{self.name}: {self.budget} divides shares of attention, and the scores of {self.scorer} are none"
+            )
         kept = self.keep.pages(page_tokens)
-        least = min(self.budget.max_pages(layer, page_tokens) for layer in range(spec.layers))
+        least = min((self._budget(layer, spec.layers, page_tokens) for layer in sparse), default=kept)
         if kept > least:
             raise ValueError(
                 f"{self.name}: {self.keep} always reads {kept} pages of {page_tokens} tokens, but the budget is "
@@ -88,19 +108,52 @@ class Method:
             )
 
     def select(self, q: Tensor, pages: PageView) -> Selection | None:
-        if pages.layer in self.dense_layers or pages.max_pages <= self.budget.max_pages(pages.layer, pages.page_tokens):
+        """
+        1. Where every sequence fits the layer's budget there is nothing to choose.
+        2. A layer that does not choose takes the pages that an earlier one has chosen in this step.
+        3. Otherwise: score, divide the budget among the heads, pick; and leave the choice to later layers.
+        4. A dense layer reads everything all the same.
+        """
+        chooser, is_dense = self._chooser(pages.layer), pages.layer in self.dense_layers
+        budget = self._budget(pages.layer, pages.layers, pages.page_tokens)
+        if pages.max_pages <= budget or (is_dense and pages.layer not in self.choosing_layers):
             return None
-        scores = self.scorer.score(q, pages)
-        budget = self.budget.allocate(scores, pages)
-        most = self.budget.max_pages(pages.layer, pages.page_tokens)
-        return self.selector.select(scores, budget, self.keep.mask(pages), pages, most)
+        if chooser == pages.layer:
+            scores = self.scorer.score(q, pages)
+            keep = self.keep.mask(pages)
+            n_pages = pages.n_pages[:, None]
+            granted = self.budget.allocate(scores, keep, pages).where(n_pages > budget, n_pages)
+            most = self.budget.most(chooser, pages.layers, pages.page_tokens, scores.shape[1])
+            pages.reusable = self.selector.select(scores, granted, keep, pages, most)
+        return None if is_dense else pages.reusable
 
     def resolve(self, selection: Selection, pages: PageView) -> tuple[Tensor, Tensor]:
         return self.placement.resolve(selection, pages)
 
     def predict(self, tokens: int, layer: int, spec: ModelSpec, page_tokens: int) -> PagesRead:
+        """The most that is read, where the budget is ``adaptive``."""
         pages = -(-tokens // page_tokens)
-        most = self.budget.max_pages(layer, page_tokens)
-        if layer in self.dense_layers or pages <= most:
+        budget = self._budget(layer, spec.layers, page_tokens)
+        if pages <= budget:
             return PagesRead(pages, 0)
-        return PagesRead(most, self.scorer.elements(tokens, spec, page_tokens))
+        is_dense, chooses = layer in self.dense_layers, self._chooser(layer) == layer
+        if is_dense:
+            budget, chooses = pages, layer in self.choosing_layers
+        return PagesRead(budget, self._elements(tokens, spec, page_tokens) if chooses else 0)
+
+    def _sparse_layers(self, spec: ModelSpec) -> list[int]:
+        return [layer for layer in range(spec.layers) if layer not in self.dense_layers and not spec.windows[layer]]
+
+    def _chooser(self, layer: int) -> int:
+        """Who chooses the pages that a layer reads."""
+        return max((chooser for chooser in self.choosing_layers if chooser <= layer), default=layer)
+
+    def _budget(self, layer: int, layers: int, page_tokens: int) -> int:
+        return self.budget.pages(self._chooser(layer), layers, page_tokens)
+
+    def _elements(self, tokens: int, spec: ModelSpec, page_tokens: int) -> int:
+        """Elements a KV head that scoring reads: the scorer's parts of the digests of full pages, and what else it
+        says."""
+        shapes = self.digest.spec(page_tokens, spec) if self.digest else {}
+        digest = sum(prod(shapes[part][1:]) for part in self.scorer.parts)
+        return (tokens - 1) // page_tokens * digest + self.scorer.elements(tokens, spec, page_tokens)

@@ -10,10 +10,15 @@ from octavo.core.interfaces import ModelSpec, PageView
 
 
 class Scored:
-    """What most scorers have in common: they read no digest and draw nothing."""
+    """What most scorers have in common: they draw nothing, their scores are no shares of attention, and what they read
+    are digests, if anything."""
 
     parts: ClassVar[frozenset[str]] = frozenset()
     draws: ClassVar[bool] = False
+    shares: ClassVar[bool] = False
+
+    def elements(self, tokens: int, spec: ModelSpec, page_tokens: int) -> int:
+        return 0
 
 
 @dataclass(frozen=True)
@@ -21,7 +26,8 @@ class UpperBound(Scored):
     """The largest dot product that any key in a page's min-max box could have with the query (Quest, arXiv
     2406.10774, section 3.3): sum_d max(q_d min_d, q_d max_d) = relu(q) . max + min(q, 0) . min.
 
-    ``group`` reduces over the query heads of a KV head: "max" of the bounds, or "mean" of their softmax over pages.
+    ``group`` reduces over the query heads of a KV head: "max" of the bounds, or "mean" of their softmax over pages,
+    which are shares of attention.
     """
 
     parts: ClassVar[frozenset[str]] = frozenset({"min", "max"})
@@ -31,20 +37,23 @@ class UpperBound(Scored):
         if self.group not in ("max", "mean"):
             raise ValueError(f"scorer.group must be 'max' or 'mean', got {self.group!r}")
 
+    @property
+    def shares(self) -> bool:  # type: ignore[override]
+        return self.group == "mean"
+
     def score(self, q: Tensor, pages: PageView) -> Tensor:
         if self.group == "max":
             return pages.bounds(q)
         probs = (pages.bounds(q, per_query_head=True) * pages.traits.scale).softmax(2)  # [b, Hq, P]
         return probs.unflatten(1, (pages.kv_heads, -1)).mean(2)
 
-    def elements(self, tokens: int, spec: ModelSpec, page_tokens: int) -> int:
-        return (tokens - 1) // page_tokens * 2 * spec.head_dim
-
 
 @dataclass(frozen=True)
 class TrueMass(Scored):
     """The softmax mass that dense attention puts on each page: the upper bar of every comparison. It reads all of K,
-    so it saves nothing."""
+    so it saves nothing where every layer chooses."""
+
+    shares: ClassVar[bool] = True
 
     def score(self, q: Tensor, pages: PageView) -> Tensor:
         return pages.mass(q)
@@ -61,9 +70,6 @@ class Recency(Scored):
     def score(self, q: Tensor, pages: PageView) -> Tensor:
         page = torch.arange(pages.max_pages, device=q.device, dtype=torch.float32)
         return page.expand(len(q), 1, -1)
-
-    def elements(self, tokens: int, spec: ModelSpec, page_tokens: int) -> int:
-        return 0
 
 
 @dataclass(frozen=True)
@@ -84,6 +90,3 @@ class Random(Scored):
         for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):  # SplitMix64 finaliser
             x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * factor
         return (x & 0xFFFFFF).float()
-
-    def elements(self, tokens: int, spec: ModelSpec, page_tokens: int) -> int:
-        return 0

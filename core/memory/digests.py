@@ -38,9 +38,10 @@ class DigestStore:
         self._kv = kv
         self._pool = pool
         self._slices = group.slices
+        self._layers = group.layers
         self._page_units = page_tokens // kv.shape[4]
         self._made = np.full(kv.shape[0], -1, np.int64)
-        shapes = digest.spec(page_tokens, spec.kv_heads, spec.head_dim)
+        shapes = digest.spec(page_tokens, spec)
         widths = [prod(shape[1:]) for shape in shapes.values()]
         whole = (len(group.layers), kv.shape[0], spec.kv_heads, sum(widths))
         self._store = torch.empty(whole, dtype=kv.dtype, device=kv.device)
@@ -68,7 +69,7 @@ class DigestStore:
         listed = torch.from_numpy(self._pool.units_of(pages, self._slices * self._page_units).astype(np.int64))
         units = listed.to(self._kv.device).view(-1, self._slices, self._page_units)
         kv = self._kv[units].permute(0, 1, 3, 4, 5, 2, 6, 7)  # [n, slices, unit_layers, 2, Hkv, page_units, u, D]
-        kv = kv.reshape(len(pages) * layers, 2, heads, self._page_units * unit_tokens, dim)
+        kv = kv.reshape(len(pages), layers, 2, heads, self._page_units * unit_tokens, dim)
         first = torch.from_numpy(pages.astype(np.int64)).to(self._kv.device)
-        for name, part in self._digest.compute(kv[:, 0], kv[:, 1]).items():
-            self.parts[name][first] = part.reshape(len(pages), layers, *part.shape[1:])
+        for name, part in self._digest.compute(kv[:, :, 0], kv[:, :, 1], self._layers).items():
+            self.parts[name][first] = part
