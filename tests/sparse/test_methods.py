@@ -195,6 +195,18 @@ def test_score_is_the_log_likelihood_of_decoding(name, model, engine_for, drain)
 
 
 @pytest.mark.parametrize("page_tokens", [4, 12])
+def test_sparq_with_all_channels_reads_what_the_oracle_reads(page_tokens, model, engine_for, drain):
+    engine = engine_for(model, page_tokens=page_tokens, pool_tokens=40 * page_tokens)
+    exact = make("oracle", 3 * page_tokens)
+    all_channels = make("sparq", 3 * page_tokens, scorer={"channels": 16})
+    read = run(engine, drain, {"a": (PROMPT, params(), exact), "b": (PROMPT[:40], params(), all_channels)})
+    again = run(engine, drain, {"a": (PROMPT, params(), all_channels), "b": (PROMPT[:40], params(), exact)})
+    for request_id in "ab":
+        one, other = read[request_id].samples[0], again[request_id].samples[0]
+        assert one.token_ids == other.token_ids and one.digest_bytes_read == other.digest_bytes_read
+
+
+@pytest.mark.parametrize("page_tokens", [4, 12])
 def test_the_table_that_comes_with_a_choice_is_the_gathered_one(page_tokens, model, engine_for, drain, monkeypatch):
     """Page sizes of one unit and of three."""
     compared = []

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from octavo.sparse.digests import MinMax
 
@@ -217,6 +219,22 @@ def test_ada_kv_gives_heads_what_their_best_pages_win(floor):
     budget = chosen.budget.allocate(scores, keep, view)
     assert budget[0].tolist() == ([9, 3] if floor == 0 else [8, 4])
     assert chosen.budget.most(1, 3, 4, heads=2) >= budget.max()
+
+
+@given(
+    st.lists(st.floats(-2, 2, width=16) | st.just(float("nan")), min_size=36, max_size=36),
+    st.integers(3, 8),
+    st.floats(0, 1),
+)
+def test_ada_kv_spends_its_budget_whatever_the_scores(values, pages, floor):
+    chosen = make("ada_kv", 4 * pages, budget={"floor": floor})
+    view = View()
+    scores = torch.tensor(values).view(2, 2, 9)
+    budget = chosen.budget.allocate(scores, chosen.keep.mask(view), view)
+    for row, n_pages in zip(budget.clamp(max=view.n_pages[:, None]).tolist(), (9, 6), strict=True):
+        assert sum(row) == 2 * min(pages, n_pages)
+        assert min(row) >= min(max(3, int(floor * pages)), n_pages)
+        assert max(row) <= chosen.budget.most(1, 3, 4, heads=2)
 
 
 def test_pyramid_kv_falls_in_a_straight_line():
