@@ -165,7 +165,7 @@ class Digest(Protocol):
         ...
 
     def compute(self, k: Tensor, v: Tensor, layers: Sequence[int]) -> Mapping[str, Tensor]:
-        """Parts of n pages, each ``[n, L, Hkv, ...]``, from ``k, v [n, L, Hkv, p, D]`` of the model's L ``layers``."""
+        """Parts ``[n, L, Hkv, ...]`` of n pages, in any dtype, from ``k, v [n, L, Hkv, p, D]`` of the L ``layers``."""
         ...
 
 

@@ -72,4 +72,4 @@ class DigestStore:
         kv = kv.reshape(len(pages), layers, 2, heads, self._page_units * unit_tokens, dim)
         first = torch.from_numpy(pages.astype(np.int64)).to(self._kv.device)
         for name, part in self._digest.compute(kv[:, :, 0], kv[:, :, 1], self._layers).items():
-            self.parts[name][first] = part
+            self.parts[name][first] = part.to(self._store.dtype)

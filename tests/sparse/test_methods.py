@@ -1,6 +1,7 @@
 """The contract of every sparse method, on one table that is read from ``configs/sparse``."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -225,10 +226,12 @@ def test_the_table_that_comes_with_a_choice_is_the_gathered_one(page_tokens, mod
     assert len(compared) == 11 * 2 and all(compared)
 
 
-def test_digests_are_of_the_pages_that_were_written(model, engine_for, drain):
+@pytest.mark.parametrize("kv_dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", [name for name in NAMES if make(name).digest is not None])
+def test_digests_are_of_the_pages_that_were_written(name, kv_dtype, model, engine_for, drain):
     """What is kept beside the pool is what the pages hold, also when pages have been given to somebody else."""
-    engine = engine_for(model, pool_tokens=25 * 4)
-    chosen = make("quest")
+    engine = engine_for(model, pool_tokens=25 * 4, kv_dtype=kv_dtype)
+    chosen = make(name)
     for seed in range(3):
         prompt = random.Random(seed).choices(range(3, 128), k=45)
         engine.submit(prompt, params(), method=chosen, request_id="a")
@@ -237,10 +240,16 @@ def test_digests_are_of_the_pages_that_were_written(model, engine_for, drain):
         (sequence,) = engine._scheduler.running
         (store,) = engine._runner._digests.values()
         pages = torch.from_numpy(sequence.table.pages(0, (sequence.computed - 1) // 4)).long()
-        keys = engine._runner.kv[pages][:, :, 0]  # one unit a page: [n, layers, Hkv, p, D]
-        assert torch.equal(store.parts["min"][pages], keys.amin(3))
-        assert torch.equal(store.parts["max"][pages], keys.amax(3))
+        k, v = engine._runner.kv[pages].unbind(2)  # one unit a page: [n, layers, Hkv, p, D]
+        expected = chosen.digest.compute(k, v, range(3))
+        assert expected.keys() == store.parts.keys()
+        for part, values in expected.items():
+            torch.testing.assert_close(store.parts[part][pages], values.to(k.dtype), atol=1e-6, rtol=1e-6)
         drain(engine)
+
+
+def test_no_two_methods_are_the_same_composition():
+    assert len({replace(make(name), name="").provenance for name in NAMES}) == len(NAMES)
 
 
 @pytest.mark.parametrize(
