@@ -108,7 +108,8 @@ class Method:
             )
 
     def select(self, q: Tensor, pages: PageView) -> Selection | None:
-        """
+        """Pages for ``q [b, Hq, D]``, or None for all of them.
+
         1. Where every sequence fits the layer's budget there is nothing to choose.
         2. A layer that does not choose takes the pages that an earlier one has chosen in this step.
         3. Otherwise: score, divide the budget among the heads, pick; and leave the choice to later layers.

@@ -198,8 +198,9 @@ def test_score_is_the_log_likelihood_of_decoding(name, model, engine_for, drain)
 @pytest.mark.parametrize("page_tokens", [4, 12])
 def test_sparq_with_all_channels_reads_what_the_oracle_reads(page_tokens, model, engine_for, drain):
     engine = engine_for(model, page_tokens=page_tokens, pool_tokens=40 * page_tokens)
-    exact = make("oracle", 3 * page_tokens)
-    all_channels = make("sparq", 3 * page_tokens, scorer={"channels": 16})
+    free = {"keep": {"sink_tokens": 0, "recent_tokens": 0}}
+    exact = make("oracle", 3 * page_tokens, **free)
+    all_channels = make("sparq", 3 * page_tokens, scorer={"channels": 16}, **free)
     read = run(engine, drain, {"a": (PROMPT, params(), exact), "b": (PROMPT[:40], params(), all_channels)})
     again = run(engine, drain, {"a": (PROMPT, params(), all_channels), "b": (PROMPT[:40], params(), exact)})
     for request_id in "ab":
