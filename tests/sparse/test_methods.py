@@ -66,6 +66,16 @@ def test_a_dense_layer_that_chooses_for_others_reads_both(model, engine_for, dra
     assert sample.digest_bytes_read == keys
 
 
+def test_layers_that_all_choose_are_the_oracle_s(model, engine_for, drain):
+    """Reuse changes nothing but who chooses."""
+    oracle = run(engine_for(model), drain, {"a": (PROMPT, params(logprobs=1), make("oracle"))})["a"].samples[0]
+    for layers, same in (([1, 2], True), ([1], False)):
+        chosen = make("tidal", choosing_layers=layers)
+        tidal = run(engine_for(model), drain, {"a": (PROMPT, params(logprobs=1), chosen)})["a"].samples[0]
+        assert (tidal.logprobs == oracle.logprobs) is same
+        assert (tidal.digest_bytes_read == oracle.digest_bytes_read) is same
+
+
 def assert_read(chosen, sample, cost):
     """What was predicted is what was read, or the most that could be where the budget depends on scores."""
     assert sample.digest_bytes_read == cost.digest_bytes
