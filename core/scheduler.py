@@ -319,6 +319,7 @@ class Scheduler:
 
     def _place(self, sequence: Sequence, count: int, plan: StepPlan) -> None:
         """Give a chunk its pages and put it in the plan."""
+        assert count > 0, "a chunk has tokens"
         layout = sequence.layout
         first, last = layout.page_of(sequence.computed), layout.pages_for(sequence.computed + count)
         for table in sequence.tables:

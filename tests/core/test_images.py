@@ -612,9 +612,10 @@ class TestBadInput:
             served(g_model, FakeEncoder(True), pool_tokens=40).submit(prompt, params(1))
 
     def test_what_fits_is_served_and_the_rest_refused(self, model, served, expected):
-        prompt, tokens = [text(5), B, text(1)], 4
+        """Windows pass much of the text, so a pool may hold either image when its turn comes, and not both at once."""
+        prompt, tokens = [text(20), B, A, text(1)], 4
         served_from = []
-        for pool_tokens in range(12, 48, 4):
+        for pool_tokens in range(24, 80, 4):
             engine = served(model, FakeEncoder(True), pool_tokens=pool_tokens)
             try:
                 done = engine.generate([prompt], params(tokens))[0]
@@ -623,7 +624,7 @@ class TestBadInput:
                 continue
             served_from.append(pool_tokens)
             assert done.samples[0].token_ids == expected(model, prompt, True, tokens)
-        assert served_from == list(range(served_from[0], 48, 4)) and served_from[0] > 12
+        assert served_from == list(range(served_from[0], 80, 4)) and served_from[0] > 24
 
     @pytest.mark.parametrize(
         ("prompt", "message"),
