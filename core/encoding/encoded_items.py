@@ -69,7 +69,8 @@ class EncodedItems:
         first = 0
         for chunk in chunks:
             for item, start, end in chunk.sequence.layout.items(chunk.start, chunk.end):
-                if item.bidirectional:  # its chunk has all of it
+                if item.bidirectional:
+                    assert chunk.start <= start and end <= chunk.end, f"tokens {start} to {end} are computed in parts"
                     found.append((first + start - chunk.start, first + end - chunk.start, start, end))
             first += chunk.count
         if not found:
