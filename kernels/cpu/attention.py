@@ -224,4 +224,7 @@ def _softmax(scores: Tensor, sinks: Tensor | None, blind: bool, want_lse: bool) 
     if sinks is None:
         return probs, lse
     total = lse.logaddexp(sinks)
-    return probs * (lse - total).exp()[..., None], total
+    share = (lse - total).exp()
+    if blind:
+        share.nan_to_num_(0.0)  # neither a key nor a sink that is finite
+    return probs * share[..., None], total

@@ -54,10 +54,14 @@ def scaled(dots, scale, cap, CAPPED: tl.constexpr):
 
 @triton.jit
 def add_sink(lse, sink):
-    """Log-sum-exp, base 2, with the sink joined in, and the factor by which the outputs shrink."""
+    """Log-sum-exp, base 2, with the sink joined in, and the factor by which the outputs shrink.
+
+    A sink of minus infinity is none; where there is no key either, both stay as they are: minus infinity and 0.
+    """
     top = tl.maximum(lse, sink)
+    top = tl.where(top == float("-inf"), 0.0, top)
     joined = top + tl.log2(tl.exp2(lse - top) + tl.exp2(sink - top))
-    return joined, tl.exp2(lse - joined)
+    return joined, tl.where(lse == float("-inf"), 0.0, tl.exp2(lse - joined))
 
 
 def score_arguments(scale: float, softcap: float) -> tuple[float, float]:

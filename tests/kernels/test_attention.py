@@ -94,6 +94,16 @@ def test_a_pool_of_another_dtype_than_the_queries(case, dtypes, backend):
     check(call(op, backend, inputs), getattr(reference, op)(*inputs.args()), coarse, backend)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", [c for c in DECODE + PREFILL if c.name in ("sinks", "prefill-sinks")], ids=ids)
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # numpy, on what is then not taken
+def test_a_sink_of_minus_infinity_is_none(case, backend):
+    inputs = build(case, torch.float32)
+    inputs.sinks[::2] = -torch.inf
+    op = "prefill" if case.queries else "decode"
+    check(call(op, backend, inputs), getattr(reference, op)(*inputs.args()), torch.float32, backend)
+
+
 @interpreted
 @pytest.mark.slow
 @pytest.mark.parametrize("case", DECODE + PREFILL, ids=ids)
