@@ -51,6 +51,8 @@ class EncodedItems:
     def placed(self, chunks: Sequence[Chunk]) -> tuple[Tensor, Tensor] | None:
         """Where among the chunks' tokens, packed in one row, items stand: indices int64 [E], and the embeddings [E, D]
         of those tokens; None if there are none. Precondition: ``encode`` has been called for these chunks."""
+        if not self._embeddings:  # a step of text pays nothing
+            return None
         at: list[Tensor] = []
         rows: list[Tensor] = []
         first = 0
@@ -65,6 +67,8 @@ class EncodedItems:
     def spans(self, chunks: Sequence[Chunk]) -> Tensor | None:
         """Bidirectional spans of the chunks' tokens, packed in one row: ``q_span`` int32 [T, 2] of ``ops.prefill``, or
         None if there are none."""
+        if not self._embeddings:
+            return None
         found: list[tuple[int, int, int, int]] = []
         first = 0
         for chunk in chunks:
