@@ -276,10 +276,6 @@ class TestEngine:
         with pytest.raises(ValueError, match=r"model.eval\(\)"):
             Engine(make_llama().train())
 
-    def test_encoders_are_not_built_yet(self, t_model):
-        with pytest.raises(ValueError, match="image"):
-            Engine(t_model, encoders={"image": object()})
-
     def test_triton_needs_a_device(self, t_model, engine_for, monkeypatch):
         monkeypatch.delenv("TRITON_INTERPRET", raising=False)
         with pytest.raises(ValueError, match="backend='triton' needs a CUDA device"):
