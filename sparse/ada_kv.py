@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from octavo.core.interfaces import PageView
-from octavo.sparse.budgets import Uniform, check_tokens
+from octavo.sparse.budgets import Uniform
 from octavo.sparse.ranking import kept_first
 
 
@@ -25,7 +25,7 @@ class AdaHeads(Uniform):
     needs_shares: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        check_tokens("tokens", self.tokens)
+        super().__post_init__()
         if not 0 <= self.floor <= 1:
             raise ValueError(f"budget.floor must be a share of the budget, 0 to 1, got {self.floor!r}")
 

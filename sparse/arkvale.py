@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from octavo.core.interfaces import ModelSpec, PageView
+from octavo.sparse.digests import Digested
 from octavo.sparse.ranking import grouped
 from octavo.sparse.scorers import Scored
 
 
 @dataclass(frozen=True)
-class MeanBox:
+class MeanBox(Digested):
     """The mean key of a page and, in every channel, the mean distance from it: a box from centre - radius to centre +
     radius, rated like any box by ``UpperBound`` (ArkVale, NeurIPS 2024, section 4.2: of its digests the one that finds
     the best page most often).
@@ -21,10 +22,6 @@ class MeanBox:
     Where the box of all keys bounds every dot product, this one estimates a large one, and stays tight when the page
     is large. Deviations: the centre is the mean key; pages stay in the pool, and the paper recalls them from the host.
     """
-
-    @property
-    def provenance(self) -> str:
-        return repr(self)
 
     def spec(self, page_tokens: int, model: ModelSpec) -> Mapping[str, tuple[int, ...]]:
         return {"min": (model.kv_heads, model.head_dim), "max": (model.kv_heads, model.head_dim)}
@@ -37,12 +34,8 @@ class MeanBox:
 
 
 @dataclass(frozen=True)
-class MeanBall:
+class MeanBall(Digested):
     """The mean key of a page and the mean distance from it: a ball (ArkVale, section 4.2), half of a box's bytes."""
-
-    @property
-    def provenance(self) -> str:
-        return repr(self)
 
     def spec(self, page_tokens: int, model: ModelSpec) -> Mapping[str, tuple[int, ...]]:
         return {"centre": (model.kv_heads, model.head_dim), "radius": (model.kv_heads, 1)}

@@ -7,12 +7,7 @@ import torch
 from torch import Tensor
 
 from octavo.core.interfaces import PageView
-
-
-def check_tokens(name: str, value: int) -> None:
-    """Raises ValueError unless ``value`` is a whole number of tokens, at least 1."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"budget.{name} must be an integer of at least 1, got {value!r}")
+from octavo.sparse.checks import check_integer
 
 
 @dataclass(frozen=True)
@@ -24,7 +19,7 @@ class Uniform:
     adaptive: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        check_tokens("tokens", self.tokens)
+        check_integer("budget.tokens", self.tokens, 1)
 
     def pages(self, layer: int, layers: int, page_tokens: int) -> int:
         return -(-self.tokens // page_tokens)

@@ -8,16 +8,20 @@ from torch import Tensor
 from octavo.core.interfaces import ModelSpec
 
 
-@dataclass(frozen=True)
-class MinMax:
-    """Elementwise minimum and maximum of a page's keys: the box that holds them (Quest, arXiv 2406.10774, section 3.2).
-
-    Two vectors a page and KV head: 1 / page_tokens of the page's own bytes.
-    """
+class Digested:
+    """What all digests have in common: their parameters say how they came to be."""
 
     @property
     def provenance(self) -> str:
         return repr(self)
+
+
+@dataclass(frozen=True)
+class MinMax(Digested):
+    """Elementwise minimum and maximum of a page's keys: the box that holds them (Quest, arXiv 2406.10774, section 3.2).
+
+    Two vectors a page and KV head: 1 / page_tokens of the page's own bytes.
+    """
 
     def spec(self, page_tokens: int, model: ModelSpec) -> Mapping[str, tuple[int, ...]]:
         return {"min": (model.kv_heads, model.head_dim), "max": (model.kv_heads, model.head_dim)}

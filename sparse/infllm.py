@@ -9,12 +9,14 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from octavo.core.interfaces import ModelSpec, PageView
+from octavo.sparse.checks import check_integer
+from octavo.sparse.digests import Digested
 from octavo.sparse.ranking import grouped
 from octavo.sparse.scorers import Scored
 
 
 @dataclass(frozen=True)
-class Representatives:
+class Representatives(Digested):
     """``count`` keys of a page, as they are (InfLLM, arXiv 2402.04617, section 2.2).
 
     Deviations: those least like the page's mean key, a property of the page alone; the paper takes those that got the
@@ -24,12 +26,7 @@ class Representatives:
     count: int = 4
 
     def __post_init__(self) -> None:
-        if isinstance(self.count, bool) or not isinstance(self.count, int) or self.count < 1:
-            raise ValueError(f"digest.count must be an integer of at least 1, got {self.count!r}")
-
-    @property
-    def provenance(self) -> str:
-        return repr(self)
+        check_integer("digest.count", self.count, 1)
 
     def spec(self, page_tokens: int, model: ModelSpec) -> Mapping[str, tuple[int, ...]]:
         if self.count > page_tokens:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from octavo.core.interfaces import PageView
+from octavo.sparse.checks import check_integer
 
 
 @dataclass(frozen=True)
@@ -18,9 +19,7 @@ class Keep:
 
     def __post_init__(self) -> None:
         for name in ("sink_tokens", "recent_tokens"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise ValueError(f"keep.{name} must be an integer of at least 0, got {value!r}")
+            check_integer(f"keep.{name}", getattr(self, name), 0)
 
     def pages(self, page_tokens: int) -> int:
         """The most pages that are kept, the open one included."""

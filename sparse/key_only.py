@@ -9,17 +9,14 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from octavo.core.interfaces import ModelSpec, PageView
+from octavo.sparse.digests import Digested
 from octavo.sparse.ranking import sealed
 from octavo.sparse.scorers import Scored
 
 
 @dataclass(frozen=True)
-class KeyNorm:
+class KeyNorm(Digested):
     """The mean Euclidean norm of a page's keys: one number a page and KV head."""
-
-    @property
-    def provenance(self) -> str:
-        return repr(self)
 
     def spec(self, page_tokens: int, model: ModelSpec) -> Mapping[str, tuple[int, ...]]:
         return {"norm": (model.kv_heads, 1)}
@@ -43,12 +40,8 @@ class SmallNorm(Scored):
 
 
 @dataclass(frozen=True)
-class MeanDirection:
+class MeanDirection(Digested):
     """The mean of a page's keys, each scaled to length 1."""
-
-    @property
-    def provenance(self) -> str:
-        return repr(self)
 
     def spec(self, page_tokens: int, model: ModelSpec) -> Mapping[str, tuple[int, ...]]:
         return {"direction": (model.kv_heads, model.head_dim)}

@@ -8,12 +8,14 @@ import torch
 from torch import Tensor
 
 from octavo.core.interfaces import ModelSpec, PageView
+from octavo.sparse.checks import check_integer
+from octavo.sparse.digests import Digested
 from octavo.sparse.ranking import grouped
 from octavo.sparse.scorers import Scored
 
 
 @dataclass(frozen=True)
-class SubPageBoxes:
+class SubPageBoxes(Digested):
     """Elementwise minimum and maximum of the keys of each of a page's ``sub_pages`` equal parts (LServe, arXiv
     2502.14866, section 3.5.2): pages as large as reading likes, boxes as small as rating needs.
 
@@ -23,12 +25,7 @@ class SubPageBoxes:
     sub_pages: int = 4
 
     def __post_init__(self) -> None:
-        if isinstance(self.sub_pages, bool) or not isinstance(self.sub_pages, int) or self.sub_pages < 2:
-            raise ValueError(f"digest.sub_pages must be an integer of at least 2, got {self.sub_pages!r}")
-
-    @property
-    def provenance(self) -> str:
-        return repr(self)
+        check_integer("digest.sub_pages", self.sub_pages, 2)
 
     def spec(self, page_tokens: int, model: ModelSpec) -> Mapping[str, tuple[int, ...]]:
         if page_tokens % self.sub_pages:

@@ -8,17 +8,14 @@ import torch
 from torch import Tensor
 
 from octavo.core.interfaces import ModelSpec, PageView
+from octavo.sparse.digests import Digested
 from octavo.sparse.ranking import grouped
 from octavo.sparse.scorers import Scored
 
 
 @dataclass(frozen=True)
-class MeanKey:
+class MeanKey(Digested):
     """The mean of a page's keys: one vector a page and KV head."""
-
-    @property
-    def provenance(self) -> str:
-        return repr(self)
 
     def spec(self, page_tokens: int, model: ModelSpec) -> Mapping[str, tuple[int, ...]]:
         return {"mean": (model.kv_heads, model.head_dim)}

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from octavo.core.interfaces import ModelSpec, PageView
+from octavo.sparse.digests import Digested
 from octavo.sparse.ranking import grouped, sealed
 from octavo.sparse.scorers import Scored
 
 
 @dataclass(frozen=True)
-class Projection(Scored):
+class Projection(Digested, Scored):
     """Digest and scorer in one: every key in r dimensions, and a page's share of attention estimated with them.
 
     1. A page's digest is K B, with a basis B [D, r] of each layer and KV head.
@@ -44,10 +45,6 @@ class Projection(Scored):
             if not Path(self.file).is_file():
                 raise ValueError(f"digest.file={self.file}: no such calibration file")
             object.__setattr__(self, "checksum", hashlib.sha256(Path(self.file).read_bytes()).hexdigest())
-
-    @property
-    def provenance(self) -> str:
-        return repr(self)
 
     def spec(self, page_tokens: int, model: ModelSpec) -> Mapping[str, tuple[int, ...]]:
         if self.file is None:

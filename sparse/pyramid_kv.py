@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from octavo.sparse.budgets import Uniform, check_tokens
+from octavo.sparse.budgets import Uniform
+from octavo.sparse.checks import check_integer
 
 
 @dataclass(frozen=True)
@@ -25,8 +26,8 @@ class Pyramid(Uniform):
     first_layer: int = 0
 
     def __post_init__(self) -> None:
-        check_tokens("tokens", self.tokens)
-        check_tokens("slope", self.slope)
+        super().__post_init__()
+        check_integer("budget.slope", self.slope, 1)
         if not 0 <= self.kept_tokens <= self.tokens:
             raise ValueError(f"budget.kept_tokens={self.kept_tokens} must be 0 to budget.tokens={self.tokens}")
         if self.first_layer < 0:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from octavo.core.interfaces import ModelSpec, PageView
+from octavo.sparse.checks import check_integer
 from octavo.sparse.ranking import grouped
 from octavo.sparse.scorers import Scored
 
@@ -29,8 +30,7 @@ class LargestChannels(Scored):
     channels: int = 16
 
     def __post_init__(self) -> None:
-        if isinstance(self.channels, bool) or not isinstance(self.channels, int) or self.channels < 1:
-            raise ValueError(f"scorer.channels must be an integer of at least 1, got {self.channels!r}")
+        check_integer("scorer.channels", self.channels, 1)
 
     def score(self, q: Tensor, pages: PageView) -> Tensor:
         q = grouped(q, pages.kv_heads)

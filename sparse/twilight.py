@@ -6,7 +6,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from octavo.core.interfaces import PageView
-from octavo.sparse.budgets import Uniform, check_tokens
+from octavo.sparse.budgets import Uniform
 from octavo.sparse.ranking import kept_first, sealed
 
 
@@ -24,7 +24,7 @@ class TopP(Uniform):
     adaptive: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        check_tokens("tokens", self.tokens)
+        super().__post_init__()
         if not 0 < self.mass <= 1:
             raise ValueError(f"budget.mass must be above 0 and at most 1, got {self.mass!r}")
 

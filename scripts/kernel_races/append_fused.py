@@ -14,6 +14,7 @@ from torch import Tensor
 
 from octavo.kernels import ops
 from octavo.kernels.layout import pack_entries, pool_shape
+from octavo.scripts.kernel_races.checking import relative_error
 from octavo.scripts.kernel_races.race import Field, Race, Target
 
 KV_HEADS, DIM, PAGE = 8, 128, 16
@@ -135,7 +136,7 @@ def _build(shape: Shape) -> Callable[[torch.device], Field]:
                 fresh.pool[fresh.unit, 0, :, :, fresh.offset] = torch.nan
                 fresh.digests.fill_(torch.nan)
             got, want = results
-            return float((got - want).norm() / want.norm())
+            return relative_error(got, want)
 
         return Field(
             contenders={

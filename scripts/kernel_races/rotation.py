@@ -17,6 +17,7 @@ from octavo.kernels import ops
 from octavo.kernels.layout import pack_entries, pool_shape
 from octavo.kernels.reference import backend as reference
 from octavo.kernels.zero_copy import VirtualRows, attend, cut
+from octavo.scripts.kernel_races.checking import relative_error
 from octavo.scripts.kernel_races.race import Field, Race, Target
 
 KEYS, QUERIES = "K16 rotate", "K16 query rotation"
@@ -148,7 +149,7 @@ def _build_shared(device: torch.device) -> Field:
         reference.rotate_keys(exact, fresh.moves, fresh.deltas, inv_freq, kinds, 0, layers, False)
         where = (exact, 1, fresh.copies, fresh.lengths, fresh.q_pos)
         want, _, _ = reference.decode(q.float(), *where, None, *scores, False, False)
-        return float((out.float() - want).norm() / want.norm())
+        return relative_error(out, want)
 
     pages, q = _SharedPages(**shape, layers=layers, device=device, dtype=dtype), queries()
     return Field(

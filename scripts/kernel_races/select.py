@@ -18,6 +18,7 @@ from torch import Tensor
 from octavo.kernels import ops
 from octavo.kernels.layout import pack_entries, pool_shape
 from octavo.kernels.reference import backend as reference
+from octavo.scripts.kernel_races.checking import relative_error
 from octavo.scripts.kernel_races.race import Field, Race, Target, Times
 
 HEADS, KV_HEADS, DIM, PAGE = 32, 8, 128, 16
@@ -114,7 +115,7 @@ def _score(batch: int, pages: int, device: torch.device) -> Field:
     def error() -> float:
         q = query()
         return max(
-            _relative(octavo(q, store, 1), reference.page_score(q, *store.unbind(3), 1, rows, n_pages, False))
+            relative_error(octavo(q, store, 1), reference.page_score(q, *store.unbind(3), 1, rows, n_pages, False))
             for store in (by_layer, by_page)
         )
 
@@ -211,7 +212,7 @@ def _sparse(batch: int, pages: int, device: torch.device) -> Field:
         if not all(torch.equal(got, want) for got, want in zip(chosen, right, strict=True)):
             return math.inf
         want = decode(q, 1, right[2][None], right[3][None], "reference")
-        return max(_relative(scores, score(q, 1, "reference")), _relative(octavo(q, 1), want))
+        return max(relative_error(scores, score(q, 1, "reference")), relative_error(octavo(q, 1), want))
 
     q = torch.randn(batch, HEADS, DIM, **every)
     contenders: dict[str, list[Callable[[], object]]] = {
@@ -237,12 +238,3 @@ def _flashinfer_top_k() -> Callable[..., object] | None:
     import flashinfer
 
     return getattr(flashinfer, "top_k", None)
-
-
-def _relative(got: Tensor, want: Tensor) -> float:
-    """Norm of the difference over the norm of the truth, where that is finite; infinite where only one of them is."""
-    got, want = got.double(), want.double()
-    if got.isnan().any() or not torch.equal(got.isfinite(), want.isfinite()):
-        return math.inf
-    seen = want.isfinite()
-    return float((got[seen] - want[seen]).norm() / want[seen].norm())

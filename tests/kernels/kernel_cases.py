@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.layout import MAX_UNIT_TOKENS, SCRATCH_UNIT, pack_entries, pool_shape, unit_tokens_for
+from octavo.scripts.kernel_races.checking import relative_error
 
 LAYERS = 2
 LAYER = 1
@@ -253,11 +254,12 @@ def _units(tokens: int, case: Case, unit: int) -> tuple[Tensor, Tensor]:
 
 def error(got: Tensor, want: Tensor) -> float:
     """Norm of the difference over the norm of the truth; infinite where only one of the two is finite."""
-    got, want = got.double().cpu(), want.double().cpu()
-    if not torch.equal(got.isfinite(), want.isfinite()) or got.isnan().any():
-        return torch.inf
-    difference = torch.where(got.isfinite(), got - want, 0.0)
-    return float(difference.norm() / torch.where(want.isfinite(), want, 0.0).norm().clamp(min=1e-3))
+    return relative_error(got.cpu(), want.cpu())
+
+
+def bits(x: Tensor) -> Tensor:
+    """What can be compared bit by bit, NaN included, on the CPU; whole numbers as they are."""
+    return x.cpu().view({2: torch.int16, 4: torch.int32}[x.element_size()]) if x.is_floating_point() else x.cpu()
 
 
 def check(

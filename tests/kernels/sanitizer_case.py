@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import test_decode_shared
 import test_sample
-from kernel_cases import LAYER, Case, build, check
+from kernel_cases import LAYER, Case, bits, build, check
 from test_append_copy import Fused, FusedStep
 from test_rotation import frequencies, pairs, states
 from test_select import ScoreCase, TopkCase, boxes, ranked
@@ -83,10 +83,6 @@ def agree(op: Callable[..., Any], make: Callable[[str], tuple], device: str, rou
             torch.testing.assert_close(got, want, rtol=part, atol=part * size, equal_nan=True)
         else:
             assert torch.equal(bits(got), bits(want))
-
-
-def bits(x: Tensor) -> Tensor:
-    return x.view({2: torch.int16, 4: torch.int32}[x.element_size()]) if x.is_floating_point() else x
 
 
 def fresh_seed() -> int:

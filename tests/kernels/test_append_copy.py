@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from kernel_cases import bits
 
 from octavo.kernels import ops
 from octavo.kernels.layout import pack_entries, pool_shape
@@ -18,10 +19,6 @@ TARGETS = [
     pytest.param(("triton", "cuda"), marks=pytest.mark.gpu),
 ]
 LAYERS = 3
-
-
-def bits(x):
-    return x.cpu().view({2: torch.int16, 4: torch.int32}[x.element_size()])
 
 
 def random_pool(dtype, device, kv_heads=2, unit=8, head_dim=64):

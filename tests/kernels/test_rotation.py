@@ -4,7 +4,7 @@ import mmap
 
 import pytest
 import torch
-from kernel_cases import error
+from kernel_cases import bits, error
 
 from octavo.kernels import ops
 from octavo.kernels.layout import pool_shape
@@ -56,10 +56,6 @@ def turned(x, angles, interleaved=False):
     z = torch.complex(x[..., first], x[..., second]) * torch.polar(torch.ones_like(angles), angles)
     out[..., first], out[..., second] = z.real, z.imag
     return out
-
-
-def bits(x):
-    return x.cpu().view({2: torch.int16, 4: torch.int32}[x.element_size()])
 
 
 def pairs(*rows):

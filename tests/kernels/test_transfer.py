@@ -4,6 +4,7 @@ import mmap
 
 import pytest
 import torch
+from kernel_cases import bits
 
 from octavo.kernels import ops
 from octavo.kernels.layout import pool_shape
@@ -38,10 +39,6 @@ def small_tiles():
 
     with settings.trial("transfer", TILE_BYTES=1024, PROGRAMS=3):
         yield
-
-
-def bits(x):
-    return x.cpu().view({2: torch.int16, 4: torch.int32}[x.element_size()])
 
 
 def random_pool(shape, units, dtype):
