@@ -44,7 +44,7 @@ from octavo.kernels.triton.plan import (
 )
 from octavo.kernels.triton.tiles import LN2, LOG2E, add_sink, axis_strides, score_arguments
 
-MANY_ROWS = 128  # from here on, the settings of a key that ends in "many"
+MANY_ROWS = 32  # from here on, the settings of a key that ends in "many"
 
 _UNSPECIALISED = ["layer", "items", "most", "min_tiles", "scale", "cap", "pieces"]
 _UNSPECIALISED += [f"{x}_{axis}" for x in "ltp" for axis in ("layer", "batch", "head")]

@@ -28,15 +28,18 @@ def load_entries(row, start, end, U: tl.constexpr, BLOCK_N: tl.constexpr):
     if U >= BLOCK_N:
         return tl.load(row + start // U, mask=start < end, other=0)
     else:
-        slot = start + tl.arange(0, BLOCK_N)
-        return tl.load(row + slot // U, mask=slot < end, other=0)
+        n = tl.arange(0, BLOCK_N)  # start is a multiple of U
+        return tl.load(row + start // U + n // U, mask=start + n < end, other=0)
 
 
 @triton.jit
 def locate(entry, start, end, unit_stride, U: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr):
     """Where a tile's rows lie, in elements from the run of unit 0 (int64 [N]), and which hold a token (bool [N])."""
-    slot = start + tl.arange(0, BLOCK_N)
-    offset = slot % U
+    n = tl.arange(0, BLOCK_N)
+    if U >= BLOCK_N:
+        offset = (start + n) % U
+    else:
+        offset = n % U  # start is a multiple of U
     valid = entry & VALID_MASK
     if U >= BLOCK_N:
         valid = tl.minimum(valid, end - start // U * U)
