@@ -13,12 +13,13 @@ import torch
 from torch import nn
 
 from octavo.core import interrupts, sizing
-from octavo.core.batch import Row, StepRunner
 from octavo.core.config import EngineConfig, SamplingParams
 from octavo.core.detokenizer import Detokenizer
 from octavo.core.encoding.encoded_items import EncodedItems
 from octavo.core.encoding.items import image_encoder, with_image_pages
 from octavo.core.errors import BatchError, CapacityError
+from octavo.core.execution.sampler import sample, token_logprobs
+from octavo.core.execution.step_runner import Row, StepRunner
 from octavo.core.hf_model import HFModel, load
 from octavo.core.inspection import capacity_report
 from octavo.core.inspection.counters import engine_stats
@@ -34,7 +35,6 @@ from octavo.core.memory.virtual_memory import DriverError
 from octavo.core.outputs import Completion, EngineStats, StepOutput
 from octavo.core.policies import ALLOCATORS
 from octavo.core.prompts import Prompt, PromptReader
-from octavo.core.sampler import sample, token_logprobs
 from octavo.core.scheduler import Scheduler, StepPlan
 from octavo.core.sequence import Request
 from octavo.core.sequence import Sequence as TokenSequence

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from octavo.core import interrupts
-from octavo.core.attention import AttentionStep, octavo_attention
 from octavo.core.errors import UnsupportedModelError
+from octavo.core.execution.attention import AttentionStep, octavo_attention
 from octavo.core.interfaces import LayerTraits, ModelSpec
 from octavo.kernels.cpu.linear import PackedLinears
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from octavo.core import Engine, SamplingParams, UnsupportedModelError
-from octavo.core.attention import octavo_attention
+from octavo.core.execution.attention import octavo_attention
 
 GREEDY = {"ignore_eos": True, "max_tokens": 5}
 IDS = torch.tensor([[5, 6, 7, 8, 9, 10]])

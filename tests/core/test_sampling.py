@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from octavo.core import SamplingParams
-from octavo.core.sampler import sample, token_logprobs
+from octavo.core.execution.sampler import sample, token_logprobs
 
 
 def stand_in(params, seed=0, prompt=(0,), generated=()):

@@ -10,9 +10,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.core.attention import DecodeGroup, PagedStep, PrefillGroup
 from octavo.core.config import EngineConfig
 from octavo.core.encoding.encoded_items import EncodedItems
+from octavo.core.execution.attention import DecodeGroup, PagedStep, PrefillGroup
+from octavo.core.execution.page_view import StepPages
 from octavo.core.hf_model import HFModel
 from octavo.core.interfaces import SparseMethod
 from octavo.core.memory.device_tables import DeviceTables
@@ -21,7 +22,6 @@ from octavo.core.memory.host_tier import HostTier
 from octavo.core.memory.layer_groups import LayerPlan
 from octavo.core.memory.page_pool import PagePool, Units
 from octavo.core.memory.shared_runs import RunFinder
-from octavo.core.page_view import StepPages
 from octavo.core.scheduler import Chunk, Scheduler, StepPlan
 from octavo.kernels import ops
 

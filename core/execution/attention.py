@@ -13,9 +13,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from octavo.core.execution.page_view import StepPages
 from octavo.core.interfaces import LayerTraits, SparseMethod
 from octavo.core.memory.layer_groups import LayerPlan
-from octavo.core.page_view import StepPages
 from octavo.kernels import ops
 
 
