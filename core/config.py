@@ -15,8 +15,7 @@ from octavo.kernels.layout import unit_tokens_for
 KV_DTYPES = {"auto": None, "fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 KV_DTYPES_LATER = ("fp8", "int4")
 BACKENDS = ("auto", "reference", "cpu", "triton")
-EXECUTIONS = ("auto", "eager")
-EXECUTIONS_LATER = ("graph", "compiled")
+EXECUTIONS = ("auto", "eager", "graph", "compiled")
 
 DEFAULT_PAGE_TOKENS = 16
 
@@ -47,7 +46,11 @@ class EngineConfig:
         host_tokens: slots of the host tier, where pages go that the device gives up; 0 is none.
         kv_dtype: element type of the pool; "auto" is the type in which the model produces its keys.
         backend: kernels to use; "auto" is Triton on CUDA and the CPU path elsewhere.
-        execution: how a step is launched; "auto" is eager.
+        execution: how a step is launched. "eager" calls the model's modules one by one. "graph" replays a step that
+            only decodes as one CUDA graph, and plans the next step while the device works on this one, so that tokens
+            come a step later (elsewhere than on CUDA the same program runs as plain calls). "compiled" does so with
+            the model compiled by ``torch.compile``, which also serves prompts. "auto" is "graph" on CUDA and else
+            "eager". All give the same tokens, up to rounding.
         seed: where unseeded requests draw their randomness from.
 
     Raises:
@@ -124,7 +127,7 @@ class EngineConfig:
             _positive_int(f"history of the eviction policy {self.eviction!r}", getattr(self.eviction, "history", None))
         _known("kv_dtype", self.kv_dtype, tuple(KV_DTYPES), KV_DTYPES_LATER)
         _known("backend", self.backend, BACKENDS)
-        _known("execution", self.execution, EXECUTIONS, EXECUTIONS_LATER)
+        _known("execution", self.execution, EXECUTIONS)
 
     @property
     def eviction_policy(self) -> EvictionPolicy:

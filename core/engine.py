@@ -19,7 +19,7 @@ from octavo.core.encoding.encoded_items import EncodedItems
 from octavo.core.encoding.items import image_encoder, with_image_pages
 from octavo.core.errors import BatchError, CapacityError
 from octavo.core.execution.sampler import sample, token_logprobs
-from octavo.core.execution.step_runner import Row, StepRunner
+from octavo.core.execution.step_runner import Flight, Row, StepRunner
 from octavo.core.hf_model import HFModel, load
 from octavo.core.inspection import capacity_report
 from octavo.core.inspection.counters import engine_stats
@@ -29,12 +29,13 @@ from octavo.core.interfaces import ModelSpec, SegmentEncoder, SparseMethod
 from octavo.core.memory.layer_groups import LayerPlan
 from octavo.core.memory.page_layout import PageLayout
 from octavo.core.memory.page_pool import PagePool, Units
-from octavo.core.memory.prefix_cache import Node, PrefixCache, root_key
+from octavo.core.memory.prefix_cache import Node, PrefixCache
 from octavo.core.memory.transfer_costs import PageCosts
 from octavo.core.memory.virtual_memory import DriverError
 from octavo.core.outputs import Completion, EngineStats, StepOutput
 from octavo.core.policies import ALLOCATORS
 from octavo.core.prompts import Prompt, PromptReader
+from octavo.core.requests import new_request, validate_method
 from octavo.core.scheduler import Scheduler, StepPlan
 from octavo.core.sequence import Request
 from octavo.core.sequence import Sequence as TokenSequence
@@ -45,6 +46,9 @@ if TYPE_CHECKING:
     from octavo.core.inspection.page_watch import PageWatch
 
 log = logging.getLogger(__name__)
+
+UNREAD = -1
+"""Stands in ``Sequence.tokens`` for a token that the device has and the host does not know yet."""
 
 
 class Engine:
@@ -84,6 +88,7 @@ class Engine:
         self._method = method
         self._max_tokens = sizing.max_tokens(self.config, self.spec)
         backend = sizing.backend(self.config, self.spec, self._model.device)
+        execution = sizing.execution(self.config, backend, self._model.device)
         dtype = sizing.kv_dtype(self.config, self.spec)
         device = self._model.device
         self._plan = LayerPlan.of(self.spec.windows, self.config.layer_groups)
@@ -108,7 +113,7 @@ class Engine:
         self._scheduler = Scheduler(self.config, self._pool, self._plan, self._make_findable, self._host)
         self._items = EncodedItems(encoder, self._model)
         self._runner = StepRunner(
-            self._model, self.config, kv, backend, self._pool, self._plan, entries, self._host, self._items
+            self._model, self.config, kv, backend, execution, self._pool, self._plan, entries, self._host, self._items
         )
         self._prompts = PromptReader(tokenizer, self.spec.vocab_size, encoder, self.config.step_tokens)
         self._eos = self._model.eos_token_ids | {
@@ -117,11 +122,12 @@ class Engine:
         self._requests: dict[str, Request] = {}
         self._arrivals = 0
         self._steps = 0
+        self._flight: Flight | None = None
         self._undelivered: list[StepOutput] = []
         self._stepping = Lock()
         self.watch: PageWatch | None = None
         if method is not None:
-            self._validate(method)
+            validate_method(method, self)
 
     @classmethod
     def from_pretrained(
@@ -228,7 +234,7 @@ class Engine:
         """
         tokens, segments = self._prompts.read_segments(prompt)
         layout = self._text.extended(0, segments)
-        request = self._new_request(tokens, params, request_id, method, priority, salt, layout=layout)
+        request = new_request(self, tokens, params, request_id, method, priority, salt, layout=layout)
         sequence = TokenSequence(request, 0, SharedList(request.prompt), self._pool, self._plan)
         with interrupts.held():
             self._enter(request, sequence)
@@ -239,7 +245,8 @@ class Engine:
         """One forward pass for whoever is next, and the news it brings.
 
         If it raises, no news is lost and every request goes on with the next step. Ctrl-C ends a forward pass at once,
-        and waits for the end of everything else.
+        and waits for the end of everything else. Where decode steps are replayed (``execution``), their tokens come
+        with the step after.
         """
         self._step()
         self._pool.raise_policy_failure()
@@ -252,20 +259,75 @@ class Engine:
         if not self._stepping.acquire(blocking=False):
             raise RuntimeError("another thread is in this engine's step(); an engine belongs to one thread at a time")
         try:
-            plan = self._scheduler.schedule()
-            for sequence in plan.stranded:
-                log.warning(capacity_report.stranded(sequence, self))
-                sequence.request.unforked = 0  # the samples that wait for its prompt go with it
-                self._undelivered.append(self._finish(sequence, "capacity"))
-            if plan.chunks:
-                self._pass(plan)
-            elif self._requests and not plan.stranded and not self._undelivered:
-                raise RuntimeError(f"no progress is possible: {capacity_report.queues(self)}")
+            following = self._following()
+            if following:
+                self._look_ahead(following)
+            else:
+                self._land()
+                self._next(self._scheduler.schedule())
             if self.watch is not None:
                 self.watch.observe(self)
         finally:
             self._items.keep(self._scheduler.running)
             self._stepping.release()
+
+    def _next(self, plan: StepPlan) -> None:
+        for sequence in plan.stranded:
+            log.warning(capacity_report.stranded(sequence, self))
+            sequence.request.unforked = 0  # the samples that wait for its prompt go with it
+            self._undelivered.append(self._finish(sequence, "capacity"))
+        if plan.chunks:
+            self._pass(plan)
+        elif self._requests and not plan.stranded and not self._undelivered:
+            raise RuntimeError(f"no progress is possible: {capacity_report.queues(self)}")
+
+    def _following(self) -> list[TokenSequence]:
+        """Who is sure to take part in the next step, if it can be planned before the tokens of the last one are read:
+        all that decoded in it and whose bounds allow one more token, while nobody else has anything to do."""
+        if self._flight is None:
+            return []
+        alive = [c.sequence for c in self._flight.chunks if c.sequence.finish_reason is None]
+        following = [s for s in alive if s.generated + 1 < s.request.params.max_tokens]
+        following = [s for s in following if len(s.tokens) + 1 < self._max_tokens]
+        sure = self._scheduler.nobody_else(len(alive), following) and self._runner.carries(following)
+        return following if sure else []
+
+    def _look_ahead(self, following: list[TokenSequence]) -> None:
+        """Let the device begin the next step, and only then read the tokens of the last one.
+
+        Until then ``UNREAD`` stands where they belong. Who turns out to have ended with its token has been computed
+        once too often; nobody sees what came of it.
+        """
+        before, self._flight = self._flight, None
+        try:
+            for sequence in following:
+                sequence.tokens.append(UNREAD)
+            self._next(self._scheduler.decode(following))
+        except BaseException:
+            for sequence in following:
+                sequence.tokens.remove_last()
+                sequence.computed = min(sequence.computed, len(sequence.tokens))
+            self._flight = before
+            raise
+        self._land(before)
+
+    def _land(self, flight: Flight | None = None) -> None:
+        """Read a flight's tokens (the pending one's, if none is named) and make news of them."""
+        if flight is None:
+            flight, self._flight = self._flight, None
+        if flight is None:
+            return
+        for chunk, token in zip(flight.chunks, self._runner.land(flight), strict=True):
+            sequence = chunk.sequence
+            if sequence.finish_reason is not None:
+                continue
+            if len(sequence.tokens) == chunk.end:
+                sequence.tokens.append(token)
+            else:
+                sequence.tokens.replace_last(token)
+            self._runner.account_decoded(chunk)
+            self._publish(sequence)
+            self._undelivered.append(self._take(sequence, token))
 
     def _pass(self, plan: StepPlan) -> None:
         """Compute a plan, publish what it filled and take the tokens it yields; news go to ``_undelivered``."""
@@ -274,6 +336,12 @@ class Engine:
             self._abort(request, error)
         plan.chunks = [chunk for chunk in plan.chunks if chunk.sequence.finish_reason is None]
         if not plan.chunks:
+            return
+        if self._runner.replays(plan):
+            self._flight = self._runner.launch(plan, self._scheduler)
+            self._steps += 1
+            for chunk in plan.chunks:
+                chunk.sequence.computed = chunk.end
             return
         began = time.perf_counter()
         try:
@@ -353,7 +421,7 @@ class Engine:
             prefix, segments = self._prompts.read_segments(prompt)
             forced = self._prompts.read(target, continues=True)
             layout = self._text.extended(0, segments)
-            request = self._new_request(prefix, params, None, method, 0, None, len(forced), layout)
+            request = new_request(self, prefix, params, None, method, 0, None, len(forced), layout)
             requests.append((request, forced))
         for request, forced in requests:
             sequence = TokenSequence(request, 0, SharedList(request.prompt, forced), self._pool, self._plan)
@@ -384,6 +452,7 @@ class Engine:
     def shrink(self) -> int:
         """Give memory of an elastic pool back to the system, as far as whole growth steps at its end are free; says how
         many bytes. Evicts nothing."""
+        self._land()  # a replayed step may still write to pages that are free by now
         before = self._memory.committed_bytes
         while self._memory.last_step and self._pool.shrink(self._memory.last_step):
             self._memory.shrink(self._pool.total_units)
@@ -404,68 +473,6 @@ class Engine:
             AssertionError: naming the first invariant that is broken.
         """
         check_engine(self)
-
-    def _validate(self, method: SparseMethod) -> None:
-        if not callable(getattr(method, "select", None)):
-            raise ValueError(f"method={method!r} is no sparse method; octavo.scripts.build.method(name) makes one")
-        method.validate(self.spec, self.config.text_page_tokens)
-
-    def _new_request(
-        self,
-        prompt: list[int],
-        params: SamplingParams | None,
-        request_id: str | None,
-        method: SparseMethod | None,
-        priority: int,
-        salt: str | None,
-        required_tokens: int | None = None,
-        layout: PageLayout | None = None,
-    ) -> Request:
-        """Check everything that can be wrong with a request; changes nothing but the count of arrivals."""
-        params = params or SamplingParams()
-        if not isinstance(params, SamplingParams):
-            raise ValueError(f"params must be SamplingParams, got {type(params).__name__}")
-        for name, value in (("request_id", request_id), ("salt", salt)):
-            if value is not None and not isinstance(value, str):
-                raise ValueError(f"{name} must be a string, got {value!r}")
-        if isinstance(priority, bool) or not isinstance(priority, int):
-            raise ValueError(f"priority must be an integer, got {priority!r}")
-        if params.stop and self.tokenizer is None:
-            raise ValueError(f"stop strings {params.stop!r} need a tokenizer, and the engine has none")
-        if bad := [token for token in params.stop_token_ids if token >= self.spec.vocab_size]:
-            raise ValueError(f"stop_token_ids {bad} are outside the vocabulary of {self.spec.vocab_size} tokens")
-        if request_id is not None and request_id in self._requests:
-            raise ValueError(f"request id {request_id!r} is in use; wait for it to end, abort it, or choose another")
-        if params.n > self.config.max_seqs:
-            raise ValueError(f"n={params.n} samples are more than max_seqs={self.config.max_seqs} sequences at once")
-        must = params.max_tokens if params.ignore_eos else max(1, params.min_tokens)
-        layout = layout or self._text
-        required = must if required_tokens is None else required_tokens
-        sizing.check_fits(layout, self._plan, len(prompt), required, self._max_tokens, self._pool)
-        method = method or self._method
-        if method is not None:
-            self._validate(method)
-            if not layout.uniform:
-                raise ValueError(
-                    f"method {method.name!r} chooses among pages of one size, and this prompt has segments with "
-                    "pages of their own; sparse methods over several page sizes are not built yet"
-                )
-        arrival = self._arrivals
-        while request_id is None and f"request-{arrival}" in self._requests:
-            arrival += 1
-        self._arrivals = arrival + 1
-        return Request(
-            request_id=f"request-{arrival}" if request_id is None else request_id,
-            prompt=prompt,
-            params=params,
-            method=method,
-            priority=priority,
-            arrival=arrival,
-            seed=(self.config.seed * 1_000_003 + arrival) * 1_000_003 if params.seed is None else params.seed,
-            root=root_key([] if salt is None else [("salt", salt)]),
-            layout=layout,
-            unforked=params.n - 1,
-        )
 
     def _enter(self, request: Request, sequence: TokenSequence) -> None:
         request.sequences.append(sequence)
@@ -531,6 +538,7 @@ class Engine:
             for sequence, token, logprobs in zip(sequences, drawn.tokens, drawn.logprobs, strict=True):
                 if logprobs is not None:
                     sequence.sample_logprobs.append(logprobs)
+                sequence.tokens.append(token)
                 self._undelivered.append(self._take(sequence, token))
 
     def _record_known(self, logits: torch.Tensor, rows: list[Row]) -> None:
@@ -558,9 +566,8 @@ class Engine:
         return children
 
     def _take(self, sequence: TokenSequence, token: int) -> StepOutput:
-        """Append a drawn token, and end the sample if it is the last."""
+        """Make news of a drawn token, and end the sample if it is the last."""
         params = sequence.request.params
-        sequence.tokens.append(token)
         enough = sequence.generated >= params.min_tokens
         ends = enough and (token in params.stop_token_ids or (token in self._eos and not params.ignore_eos))
         text = ""

@@ -86,16 +86,30 @@ class HFModel:
 
         ``embedded``: indices int64 [E] of tokens that are no token ids, and their embeddings [E, D].
         """
-        extra = {"logits_to_keep": rows} if self._keeps_logits else {}
-        plain = torch.autocast(self.device.type, enabled=False)  # the caller's autocast is not meant for octavo
-        # Ctrl-C may end the pass, and not what is put up for it and taken down again.
-        with torch.inference_mode(), plain, self._octavo_attention(), self._linears.used(), interrupts.let_through():
+        with self._serving(step):
+            extra = {"logits_to_keep": rows} if self._keeps_logits else {}
             inputs = {"input_ids": input_ids[None]}
             if embedded is not None:
                 inputs = {"inputs_embeds": self._embed(input_ids, *embedded)[None]}
             output = self.model(**inputs, position_ids=position_ids[None], use_cache=False, octavo_step=step, **extra)
         logits: Tensor = output.logits[0]
         return (logits if self._keeps_logits else logits[rows]).float()
+
+    def logits(self, input_ids: Tensor, position_ids: Tensor, step: AttentionStep) -> Tensor:
+        """Logits [T, vocabulary] of all T packed tokens, in the model's own dtype."""
+        with self._serving(step):
+            output = self.model(
+                input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, octavo_step=step
+            )
+        logits: Tensor = output.logits[0]
+        return logits
+
+    @contextmanager
+    def _serving(self, step: AttentionStep) -> Iterator[None]:
+        """Around a forward pass. Ctrl-C may end the pass, and not what is put up for it and taken down again."""
+        plain = torch.autocast(self.device.type, enabled=False)  # the caller's autocast is not meant for octavo
+        with torch.inference_mode(), plain, self._octavo_attention(), self._linears.used(), interrupts.let_through():
+            yield
 
     def embedding_width(self) -> int:
         """Width of the rows that stand for what is no text.

@@ -141,6 +141,31 @@ class Scheduler:
             self.recorder.planned(self._pool.evictions)
         return plan
 
+    def nobody_else(self, running: int, sequences: list[Sequence]) -> bool:
+        """Whether the next plan is one more token of each of these and nothing else: nobody waits, no more than so many
+        run, and there is room."""
+        if self.waiting or len(self.running) != running:
+            return False
+        return sum(s.units_for(1) for s in sequences if s.computed >= s.writable) <= self._pool.available
+
+    def decode(self, sequences: list[Sequence]) -> StepPlan:
+        """The plan that ``schedule`` would make if there is ``nobody_else``, without looking around: most sequences
+        have room in their last page, and there is nothing to do for those."""
+        self._step += 1
+        self._pool.book.clock = self._step
+        if self.recorder is not None:
+            self.recorder.stepping(self._step, self._pool.evictions)
+        plan = StepPlan()
+        for sequence in sequences:
+            if sequence.computed < sequence.writable and self.recorder is None:
+                plan.chunks.append(Chunk(sequence, sequence.computed, 1))
+                sequence.served_at = self._step
+            else:
+                self._serve(sequence, 1, plan)
+        if self.recorder is not None:
+            self.recorder.planned(self._pool.evictions)
+        return plan
+
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence that holds no pages."""
         self.waiting.append(sequence)
@@ -326,6 +351,7 @@ class Scheduler:
             if first < table.n_pages and table.copy_needed(first):
                 plan.copies.append(table.copy_on_write(first))
             table.extend(last, layout)
+        sequence.writable = layout.first_token(last)
         plan.chunks.append(Chunk(sequence, sequence.computed, count))
         if self.recorder is not None:
             self.recorder.placed(sequence, sequence.computed + count)

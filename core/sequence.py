@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -61,6 +62,19 @@ class Request:
     keep: Callable[[Sequence], None] | None = None
     error: ValueError | None = None
 
+    @cached_property
+    def draws_on_device(self) -> bool:
+        """Whether nothing but the drawn tokens has to come to the host: no log-probabilities, no penalty that depends
+        on what was drawn, no choice of pages, all pages of one size."""
+        params = self.params
+        return (
+            params.logprobs is None
+            and params.prompt_logprobs is None
+            and params.repetition_penalty == 1.0
+            and self.method is None
+            and self.layout.uniform
+        )
+
     @property
     def finished(self) -> bool:
         return self.unforked == 0 and all(sequence.finish_reason for sequence in self.sequences)
@@ -105,6 +119,7 @@ class Sequence:
         self.tables = [BlockTable(pool, group.slices) for group in plan.groups]
         self._groups = plan.groups
         self.computed = 0
+        self.writable = 0
         self.served_at = -1
         self.sparse_spans: list[SparseSpan] = []
         if request.method is not None:
@@ -172,6 +187,18 @@ class Sequence:
             if self.computed < stop:
                 return min(left, 1)
         return left
+
+    @property
+    def draws_on_device(self) -> bool:
+        """Whether its next token can be computed and drawn without the host; see ``Request``."""
+        request = self.request
+        return (
+            request.draws_on_device
+            and not request.unforked
+            and not self.forced
+            and self.generated >= request.params.min_tokens
+            and self.computed + 1 == len(self.tokens)
+        )
 
     def known_rows(self, start: int, stop: int) -> list[int]:
         """Positions in a chunk whose logits are compared with the token that is known to follow, if it is one."""
@@ -245,6 +272,7 @@ class Sequence:
     def adopt_prefix(self, parent: Sequence) -> None:
         """Start where ``parent`` is: share its pages, its keys and what is known of its prompt."""
         self.tables = [table.fork() for table in parent.tables]
+        parent.writable = 0
         self.computed = parent.computed
         self._keys, self.nodes = parent._keys.fork(), parent.nodes.fork()
 
@@ -268,7 +296,7 @@ class Sequence:
                 return
         for table in self.tables:
             table.truncate(pages)
-        self.computed = tokens
+        self.computed, self.writable = tokens, 0
         self.nodes = SharedList(self.nodes[:pages])
         self._keys = SharedList(self._keys[:pages])
 
@@ -276,7 +304,7 @@ class Sequence:
         """Give every page back; the tokens stay and will be computed again, or found in the prefix cache."""
         for table in self.tables:
             table.release()
-        self.computed = 0
+        self.computed = self.writable = 0
         self.nodes = SharedList()
 
 

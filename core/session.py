@@ -10,6 +10,7 @@ from octavo.core import interrupts
 from octavo.core.config import SamplingParams
 from octavo.core.interfaces import SparseMethod
 from octavo.core.outputs import Completion
+from octavo.core.requests import new_request
 from octavo.core.sequence import Sequence as TokenSequence
 from octavo.core.sequence import SparseSpan
 from octavo.core.shared_list import SharedList
@@ -67,8 +68,8 @@ class Session:
         engine = self._engine
         if not self.tokens:
             raise ValueError("the session is empty; append something before a turn")
-        request = engine._new_request(
-            self.tokens.copy(), params, None, self._method, priority, self._salt, layout=self._layout
+        request = new_request(
+            engine, self.tokens.copy(), params, None, self._method, priority, self._salt, layout=self._layout
         )
         request.keep = self._take_back
         sequence = TokenSequence(request, 0, SharedList(request.prompt), engine._pool, engine._plan)

@@ -64,6 +64,19 @@ def backend(config: EngineConfig, spec: ModelSpec, device: torch.device) -> str:
     return name
 
 
+def execution(config: EngineConfig, backend: str, device: torch.device) -> str:
+    """How steps are launched: "eager", "graph" or "compiled"."""
+    graphs = device.type == "cuda" and backend == "triton"
+    if config.execution == "auto":
+        return "graph" if graphs else "eager"
+    if config.execution != "eager" and device.type == "cuda" and not graphs:
+        raise ValueError(
+            f"execution={config.execution!r} captures CUDA graphs, which backend={backend!r} does not allow; use "
+            "backend='triton', or execution='eager'"
+        )
+    return config.execution
+
+
 def kv_dtype(config: EngineConfig, spec: ModelSpec) -> torch.dtype:
     """Element type of the pool."""
     name = KV_DTYPES[config.kv_dtype]

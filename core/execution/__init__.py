@@ -1,1 +1,1 @@
-"""From a step plan to tensors and one forward pass: attention over pages, sampling, and decoding as one replayed program."""
+"""From a step plan to one forward pass: attention over pages, sampling, and decoding as a replayed program."""

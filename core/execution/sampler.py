@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from octavo.core.execution.decode_state import signed
 from octavo.core.outputs import TokenLogprobs
 from octavo.core.sequence import Sequence
 from octavo.kernels import ops
@@ -83,12 +84,7 @@ def _filters(sequences: list[Sequence], logits: Tensor) -> tuple[Tensor, ...]:
     """Temperature, top-k, top-p, min-p, seed and draw of each row, where the logits are."""
     rows = [(sequence.request.params, sequence) for sequence in sequences]
     shares = torch.tensor([[p.temperature, p.top_p, p.min_p] for p, _ in rows], dtype=torch.float32)
-    numbers = torch.tensor([[min(p.top_k, logits.shape[1]), _signed(s.seed), s.generated] for p, s in rows])
+    numbers = torch.tensor([[min(p.top_k, logits.shape[1]), signed(s.seed), s.generated] for p, s in rows])
     temperature, top_p, min_p = shares.T.contiguous().to(logits.device)
     top_k, seeds, draws = numbers.T.contiguous().to(logits.device)
     return temperature, top_k.int(), top_p, min_p, seeds, draws
-
-
-def _signed(seed: int) -> int:
-    """The int64 with the low 64 bits of any integer."""
-    return (seed + 2**63) % 2**64 - 2**63

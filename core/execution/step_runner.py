@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -11,8 +12,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.core.config import EngineConfig
+from octavo.core.costs import dense_units
 from octavo.core.encoding.encoded_items import EncodedItems
 from octavo.core.execution.attention import DecodeGroup, PagedStep, PrefillGroup
+from octavo.core.execution.decode_program import DecodeProgram
 from octavo.core.execution.page_view import StepPages
 from octavo.core.hf_model import HFModel
 from octavo.core.interfaces import SparseMethod
@@ -23,6 +26,8 @@ from octavo.core.memory.layer_groups import LayerPlan
 from octavo.core.memory.page_pool import PagePool, Units
 from octavo.core.memory.shared_runs import RunFinder
 from octavo.core.scheduler import Chunk, Scheduler, StepPlan
+from octavo.core.sequence import Sequence
+from octavo.core.uploads import Download, upload
 from octavo.kernels import ops
 
 
@@ -32,6 +37,15 @@ class Row:
 
     chunk: Chunk
     position: int
+
+
+@dataclass(frozen=True)
+class Flight:
+    """A step that the device has been given and whose tokens nobody has read: chunk i drew in row ``rows[i]``."""
+
+    chunks: list[Chunk]
+    rows: list[int]
+    drawn: Download
 
 
 class StepRunner:
@@ -57,6 +71,7 @@ class StepRunner:
         config: EngineConfig,
         kv: Tensor,
         backend: str,
+        execution: str,
         pool: PagePool,
         plan: LayerPlan,
         max_entries: int,
@@ -74,10 +89,14 @@ class StepRunner:
         self._tables = DeviceTables(config.max_seqs, plan.slices, max_entries, kv.device)
         self._digests: dict[str, DigestStore] = {}
         self._pending_copies: list[Units] = []
+        self._windows = Counter(model.spec.windows)
+        self._row_bytes = 2 * kv.shape[3] * kv.shape[5] * kv.element_size()  # of a token in one layer
         self._runs: RunFinder | None = None
         if config.shared_decode and 0 in model.spec.windows:  # the first tables are those of layers without a window
-            token_bytes = 2 * kv.shape[3] * kv.shape[5] * kv.element_size()
-            self._runs = RunFinder(self._page_tokens, config.shared_decode_bytes // token_bytes)
+            self._runs = RunFinder(self._page_tokens, config.shared_decode_bytes // self._row_bytes)
+        self._program: DecodeProgram | None = None
+        if execution != "eager":
+            self._program = DecodeProgram(model, kv, plan, backend, self._tables, config.max_seqs)
         self.copies = 0
         self.kv_bytes_spared = 0
 
@@ -91,14 +110,7 @@ class StepRunner:
 
         Gives fp32 logits of the rows that somebody wants, in the order of the list.
         """
-        if self._runs is not None:
-            self._runs.forget(scheduler.running)
-        self._tables.sync(scheduler.running)
-        if self._host is not None:
-            self._host.copy_out(self.kv)
-        self._copy_pages()
-        if self._host is not None:
-            self._host.copy_in(self.kv)
+        self._make_ready(scheduler)
         chunks = sorted(plan.chunks, key=self._packing)
         step, rows = self._build(chunks)
         ids = np.concatenate([np.asarray(c.sequence.tokens[c.start : c.end], np.int64) for c in chunks])
@@ -111,9 +123,66 @@ class StepRunner:
         self._account(step, chunks)
         return logits, rows
 
+    def replays(self, plan: StepPlan) -> bool:
+        """Whether a plan is a step of the decode program: ``launch`` it, and read its tokens later."""
+        return self._program is not None and all(c.count == 1 and c.sequence.draws_on_device for c in plan.chunks)
+
+    def carries(self, sequences: list[Sequence]) -> bool:
+        """Whether the device can decode on with these before their last tokens are read."""
+        return self._program is not None and self._program.state.carries(sequences)
+
+    def launch(self, plan: StepPlan, scheduler: Scheduler) -> Flight:
+        """Let the device compute a plan that ``replays``, and come back at once. Tokens that the host does not know yet
+        are where the last flight has left them. Preconditions as for ``run``."""
+        program, chunks = self._program, plan.chunks
+        assert program is not None
+        try:
+            self._make_ready(scheduler)
+            last = max(self._tables.row(chunk.sequence) for chunk in chunks)
+            if program.bucket(last + 1) > program.bucket(len(chunks)) and (moves := self._tables.close_gaps()):
+                program.state.move(moves)
+            rows = program.state.bring_in(chunks, self._tables)
+            shared = None
+            if self._runs is not None:
+                shared = self._runs.find([(chunk.sequence, chunk.start) for chunk in chunks])
+            drawn = Download(program.step(rows, None if shared is None else shared.groups))
+        except BaseException:
+            program.state.forget()
+            raise
+        if shared is not None:
+            layers = self._model.spec.windows.count(0)
+            self.kv_bytes_spared += layers * shared.spared * self._row_bytes
+        return Flight(chunks, rows, drawn)
+
+    def land(self, flight: Flight) -> list[int]:
+        """The tokens of a flight, a chunk each, once the device has drawn them."""
+        drawn = flight.drawn.wait().tolist()
+        return [drawn[row] for row in flight.rows]
+
+    def account_decoded(self, chunk: Chunk) -> None:
+        """Add what a token that the program has decoded read to its sequence: whole tables, in closed form."""
+        sequence = chunk.sequence
+        if chunk.start < len(sequence.request.prompt):
+            return
+        unit_tokens = self.kv.shape[4]
+        units = sum(n * dense_units(chunk.end, window, unit_tokens) for window, n in self._windows.items())
+        sequence.decode_steps += 1
+        sequence.kv_bytes_read += units * unit_tokens * self._row_bytes
+
     @property
     def digest_bytes(self) -> int:
         return sum(store.nbytes for store in self._digests.values())
+
+    def _make_ready(self, scheduler: Scheduler) -> None:
+        """Bring the device's tables up to date, and the pages that they list into the pool."""
+        if self._runs is not None:
+            self._runs.forget(scheduler.running)
+        self._tables.sync(scheduler.running)
+        if self._host is not None:
+            self._host.copy_out(self.kv)
+        self._copy_pages()
+        if self._host is not None:
+            self._host.copy_in(self.kv)
 
     def _build(self, chunks: list[Chunk]) -> tuple[PagedStep, list[Row]]:
         rows = []
@@ -261,7 +330,7 @@ class StepRunner:
                 sequence.digest_bytes_read += elements * self.kv.element_size()
 
     def _to_device(self, array: NDArray[np.integer]) -> Tensor:
-        return torch.from_numpy(array).to(self.kv.device)
+        return upload(array, self.kv.device)
 
 
 def _seed(chunk: Chunk) -> int:

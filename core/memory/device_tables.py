@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from heapq import heappop, heappush
 
 import numpy as np
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from octavo.core.memory.block_table import BlockTable
 from octavo.core.sequence import Sequence
+from octavo.core.uploads import upload
 from octavo.kernels.layout import pack_entries
 
 
@@ -25,7 +27,7 @@ class DeviceTables:
 
     def __init__(self, rows: int, slices: int, max_entries: int, device: torch.device) -> None:
         self._rows: dict[Sequence, int] = {}
-        self._free = list(range(rows))[::-1]
+        self._free = list(range(rows))  # a heap: rows in use stay low, for programs over the first so many rows
         self.entries = torch.zeros((slices, rows, max_entries), dtype=torch.int32, device=device)
         self.unit_pos: Tensor | None = None
 
@@ -33,7 +35,7 @@ class DeviceTables:
         """Give every running sequence a row, and bring the rows up to date."""
         running = list(running)
         for sequence in self._rows.keys() - set(running):
-            self._free.append(self._rows.pop(sequence))
+            heappush(self._free, self._rows.pop(sequence))
         what: list[NDArray[np.int64]] = []
         valid: list[NDArray[np.int32]] = []
         where: list[NDArray[np.int64]] = []
@@ -41,7 +43,7 @@ class DeviceTables:
         self._widen(max((s.layout.first_entry(s.table.n_pages) for s in running), default=0))
         for sequence in running:
             if sequence not in self._rows:
-                self._rows[sequence] = self._free.pop()
+                self._rows[sequence] = heappop(self._free)
                 if self.unit_pos is not None:
                     self.unit_pos[self._rows[sequence]] = self._logical(sequence.layout.unit_tokens)
                 for table in sequence.tables:
@@ -58,10 +60,10 @@ class DeviceTables:
                         self._write_positions(sequence)
                 first_slice += table.slices
         if where:
-            device = self.entries.device
-            index = torch.from_numpy(np.concatenate(where)).to(device)
             values = pack_entries(torch.from_numpy(np.concatenate(what)), torch.from_numpy(np.concatenate(valid)))
-            self.entries.view(-1).index_copy_(0, index, values.to(device))
+            device = self.entries.device
+            index = upload(np.concatenate(where), device)
+            self.entries.view(-1).index_copy_(0, index, upload(values.numpy(), device))
         for table in written:  # only now: a copy that failed is made again
             table.stale_from = table.n_pages
 
@@ -104,6 +106,27 @@ class DeviceTables:
         """Positions of entries that are stored in logical order without holes."""
         return torch.arange(self.entries.shape[2], dtype=torch.int32, device=self.entries.device) * unit_tokens
 
+    def row(self, sequence: Sequence) -> int:
+        return self._rows[sequence]
+
     def rows(self, sequences: Iterable[Sequence]) -> Tensor:
         """Row numbers int64, on the device."""
-        return torch.tensor([self._rows[sequence] for sequence in sequences], device=self.entries.device)
+        return upload(np.array([self._rows[sequence] for sequence in sequences], np.int64), self.entries.device)
+
+    def close_gaps(self) -> list[tuple[int, int]]:
+        """Move the last rows in use into free ones before them; what was moved, (from, to)."""
+        moves = []
+        for sequence, row in sorted(self._rows.items(), key=lambda item: -item[1]):
+            if not self._free or self._free[0] > row:
+                break
+            self._rows[sequence] = heappop(self._free)
+            heappush(self._free, row)
+            moves.append((row, self._rows[sequence]))
+        if moves:
+            source, target = (
+                upload(np.array(side, np.int64), self.entries.device) for side in zip(*moves, strict=True)
+            )
+            self.entries[:, target] = self.entries[:, source]
+            if self.unit_pos is not None:
+                self.unit_pos[target] = self.unit_pos[source]
+        return moves

@@ -63,7 +63,6 @@ class TestEngineConfig:
             ({"kv_dtype": "int4"}, r"kv_dtype='int4' is not built yet"),
             ({"kv_dtype": "float32"}, r"kv_dtype='float32' is unknown"),
             ({"backend": "cuda"}, r"backend='cuda' is unknown; .*reference, cpu, triton"),
-            ({"execution": "graph"}, r"execution='graph' is not built yet"),
             ({"host_tokens": -1}, r"host_tokens must be an integer of at least 0, got -1"),
             ({"host_tokens": 64, "prefix_cache": False}, r"host_tokens=64 needs prefix_cache=True"),
             ({"seed": "x"}, r"seed must be an integer, got 'x'"),

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from octavo.core import SamplingParams
+from octavo.core.requests import new_request
 from octavo.core.sequence import Sequence
 from octavo.scripts.build import method
 
@@ -176,7 +177,7 @@ def test_pages_that_a_drawing_method_shaped_belong_to_its_seed(make_llama, engin
     shaped = engine.finish([first])[first].samples[0].token_ids
     keys = []
     for seed in (1, 2):
-        request = engine._new_request(prompt, SamplingParams(seed=seed), None, drawing, 0, None)
+        request = new_request(engine, prompt, SamplingParams(seed=seed), None, drawing, 0, None)
         keys.append(Sequence(request, 0, prompt + shaped, engine._pool, engine._plan).keys(12))
     assert [one == other for one, other in zip(*keys, strict=True)] == [True] * 11 + [False]
 

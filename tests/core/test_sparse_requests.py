@@ -8,6 +8,7 @@ import torch
 
 from octavo.core import SamplingParams
 from octavo.core.interfaces import PagesRead, Selection
+from octavo.core.requests import new_request
 from octavo.core.sequence import NEVER, SparseSpan
 from octavo.core.sequence import Sequence as TokenSequence
 
@@ -140,7 +141,7 @@ class TestProvenance:
         engine = engine_for(t_model, method=Ends())
         keys = []
         for spans in (first, second):
-            request = engine._new_request(tokens(20), None, None, None, 0, None)
+            request = new_request(engine, tokens(20), None, None, None, 0, None)
             sequence = TokenSequence(request, 0, tokens(20), engine._pool, engine._plan)
             sequence.sparse_spans = [SparseSpan(*span) for span in spans]
             keys.append(sequence.keys(5))

@@ -1,0 +1,80 @@
+"""What can be wrong with a request, asked before anything is held."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from octavo.core import sizing
+from octavo.core.config import SamplingParams
+from octavo.core.interfaces import SparseMethod
+from octavo.core.memory.page_layout import PageLayout
+from octavo.core.memory.prefix_cache import root_key
+from octavo.core.sequence import Request
+
+if TYPE_CHECKING:
+    from octavo.core.engine import Engine
+
+
+def validate_method(method: SparseMethod, engine: Engine) -> None:
+    """Refuse, with a ValueError, what is no sparse method or cannot serve this model or page size."""
+    if not callable(getattr(method, "select", None)):
+        raise ValueError(f"method={method!r} is no sparse method; octavo.scripts.build.method(name) makes one")
+    method.validate(engine.spec, engine.config.text_page_tokens)
+
+
+def new_request(
+    engine: Engine,
+    prompt: list[int],
+    params: SamplingParams | None,
+    request_id: str | None,
+    method: SparseMethod | None,
+    priority: int,
+    salt: str | None,
+    required_tokens: int | None = None,
+    layout: PageLayout | None = None,
+) -> Request:
+    """Check everything that can be wrong with a request; changes nothing but the count of arrivals."""
+    params = params or SamplingParams()
+    if not isinstance(params, SamplingParams):
+        raise ValueError(f"params must be SamplingParams, got {type(params).__name__}")
+    for name, value in (("request_id", request_id), ("salt", salt)):
+        if value is not None and not isinstance(value, str):
+            raise ValueError(f"{name} must be a string, got {value!r}")
+    if isinstance(priority, bool) or not isinstance(priority, int):
+        raise ValueError(f"priority must be an integer, got {priority!r}")
+    if params.stop and engine.tokenizer is None:
+        raise ValueError(f"stop strings {params.stop!r} need a tokenizer, and the engine has none")
+    if bad := [token for token in params.stop_token_ids if token >= engine.spec.vocab_size]:
+        raise ValueError(f"stop_token_ids {bad} are outside the vocabulary of {engine.spec.vocab_size} tokens")
+    if request_id is not None and request_id in engine._requests:
+        raise ValueError(f"request id {request_id!r} is in use; wait for it to end, abort it, or choose another")
+    if params.n > engine.config.max_seqs:
+        raise ValueError(f"n={params.n} samples are more than max_seqs={engine.config.max_seqs} sequences at once")
+    must = params.max_tokens if params.ignore_eos else max(1, params.min_tokens)
+    layout = layout or engine._text
+    required = must if required_tokens is None else required_tokens
+    sizing.check_fits(layout, engine._plan, len(prompt), required, engine._max_tokens, engine._pool)
+    method = method or engine._method
+    if method is not None:
+        validate_method(method, engine)
+        if not layout.uniform:
+            raise ValueError(
+                f"method {method.name!r} chooses among pages of one size, and this prompt has segments with "
+                "pages of their own; sparse methods over several page sizes are not built yet"
+            )
+    arrival = engine._arrivals
+    while request_id is None and f"request-{arrival}" in engine._requests:
+        arrival += 1
+    engine._arrivals = arrival + 1
+    return Request(
+        request_id=f"request-{arrival}" if request_id is None else request_id,
+        prompt=prompt,
+        params=params,
+        method=method,
+        priority=priority,
+        arrival=arrival,
+        seed=(engine.config.seed * 1_000_003 + arrival) * 1_000_003 if params.seed is None else params.seed,
+        root=root_key([] if salt is None else [("salt", salt)]),
+        layout=layout,
+        unforked=params.n - 1,
+    )
