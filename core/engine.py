@@ -91,6 +91,8 @@ class Engine:
         execution = sizing.execution(self.config, backend, self._model.device)
         dtype = sizing.kv_dtype(self.config, self.spec)
         device = self._model.device
+        if execution == "compiled":
+            self._model.compile()
         self._plan = LayerPlan.of(self.spec.windows, self.config.layer_groups)
         self._text = PageLayout([], self.config.policies, self.config.unit_tokens)
         entries = self._text.entries_for(self._max_tokens)
@@ -284,7 +286,7 @@ class Engine:
     def _following(self) -> list[TokenSequence]:
         """Who is sure to take part in the next step, if it can be planned before the tokens of the last one are read:
         all that decoded in it and whose bounds allow one more token, while nobody else has anything to do."""
-        if self._flight is None:
+        if self._flight is None or self.recorder is not None:
             return []
         alive = [c.sequence for c in self._flight.chunks if c.sequence.finish_reason is None]
         following = [s for s in alive if s.generated + 1 < s.request.params.max_tokens]

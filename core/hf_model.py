@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from octavo.core import interrupts
 from octavo.core.errors import UnsupportedModelError
-from octavo.core.execution.attention import AttentionStep, octavo_attention
-from octavo.core.interfaces import LayerTraits, ModelSpec
+from octavo.core.execution.attention import octavo_attention
+from octavo.core.execution.compiled import CompiledModel, serving
+from octavo.core.interfaces import AttentionStep, LayerTraits, ModelSpec
 from octavo.kernels.cpu.linear import PackedLinears
 
 PROBE_TOKENS = 3
@@ -69,46 +70,51 @@ class HFModel:
         self._config: Any = model.config
         self._configs = _attention_configs(model)
         self._linears = PackedLinears(model)
+        self._compiled: CompiledModel | None = None
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         _refuse_unsupported(self._config, type(model).__name__)
         self.spec = self._probe()
         self.eos_token_ids = self._eos_ids()
 
+    def compile(self) -> None:
+        """From now on forward passes over token ids run compiled code; the first ones compile it."""
+        if not self._keeps_logits:
+            raise UnsupportedModelError(
+                f"{self.spec.name} cannot be compiled: its forward takes no logits_to_keep; use execution='graph'"
+            )
+        self._compiled = CompiledModel(self.model)
+
     def forward(
         self,
         input_ids: Tensor,
         position_ids: Tensor,
-        rows: Tensor,
+        rows: Tensor | None,
         step: AttentionStep,
         embedded: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """Logits fp32 [R, vocabulary] of the ``rows`` int64 [R] among the T packed tokens; ids and positions [T].
+        """Logits [R, vocabulary], in the model's dtype, of the ``rows`` int64 [R] among the T packed tokens, or of all
+        of them; ids and positions [T].
 
         ``embedded``: indices int64 [E] of tokens that are no token ids, and their embeddings [E, D].
         """
         with self._serving(step):
-            extra = {"logits_to_keep": rows} if self._keeps_logits else {}
+            if self._compiled is not None and embedded is None:
+                all_rows = torch.arange(len(input_ids), device=self.device)
+                return self._compiled(input_ids, position_ids, all_rows if rows is None else rows)
+            keep = {"logits_to_keep": rows} if self._keeps_logits and rows is not None else {}
             inputs = {"input_ids": input_ids[None]}
             if embedded is not None:
                 inputs = {"inputs_embeds": self._embed(input_ids, *embedded)[None]}
-            output = self.model(**inputs, position_ids=position_ids[None], use_cache=False, octavo_step=step, **extra)
-        logits: Tensor = output.logits[0]
-        return (logits if self._keeps_logits else logits[rows]).float()
-
-    def logits(self, input_ids: Tensor, position_ids: Tensor, step: AttentionStep) -> Tensor:
-        """Logits [T, vocabulary] of all T packed tokens, in the model's own dtype."""
-        with self._serving(step):
-            output = self.model(
-                input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, octavo_step=step
-            )
-        logits: Tensor = output.logits[0]
-        return logits
+            output = self.model(**inputs, position_ids=position_ids[None], use_cache=False, octavo_step=step, **keep)
+            logits: Tensor = output.logits[0]
+            return logits if keep or rows is None else logits[rows]
 
     @contextmanager
     def _serving(self, step: AttentionStep) -> Iterator[None]:
         """Around a forward pass. Ctrl-C may end the pass, and not what is put up for it and taken down again."""
         plain = torch.autocast(self.device.type, enabled=False)  # the caller's autocast is not meant for octavo
-        with torch.inference_mode(), plain, self._octavo_attention(), self._linears.used(), interrupts.let_through():
+        linears = self._linears.used() if self._compiled is None else nullcontext()  # compiled code holds its own
+        with torch.inference_mode(), plain, self._octavo_attention(), linears, serving(step), interrupts.let_through():
             yield
 
     def embedding_width(self) -> int:

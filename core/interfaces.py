@@ -179,6 +179,14 @@ class LayerTraits:
     sinks: Tensor | None = None
 
 
+class AttentionStep(Protocol):
+    """Serves every attention layer of one forward pass."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, traits: LayerTraits) -> Tensor:
+        """Store ``k, v [T, Hkv, D]`` and give the attention of ``q [T, Hq, D]``."""
+        ...
+
+
 class PageView(Protocol):
     """The pages of the sequences of one method, in one layer of one step. Nothing is read until it is asked for, and
     what is read is counted.

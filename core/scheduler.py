@@ -151,19 +151,17 @@ class Scheduler:
     def decode(self, sequences: list[Sequence]) -> StepPlan:
         """The plan that ``schedule`` would make if there is ``nobody_else``, without looking around: most sequences
         have room in their last page, and there is nothing to do for those."""
+        assert self.recorder is None, "it takes down tokens, and some are not known yet"
         self._step += 1
         self._pool.book.clock = self._step
-        if self.recorder is not None:
-            self.recorder.stepping(self._step, self._pool.evictions)
         plan = StepPlan()
+        windowed = any(group.window for group in self._plan.groups)
         for sequence in sequences:
-            if sequence.computed < sequence.writable and self.recorder is None:
+            if sequence.computed < sequence.writable and not windowed:
                 plan.chunks.append(Chunk(sequence, sequence.computed, 1))
                 sequence.served_at = self._step
             else:
                 self._serve(sequence, 1, plan)
-        if self.recorder is not None:
-            self.recorder.planned(self._pool.evictions)
         return plan
 
     def add(self, sequence: Sequence) -> None:

@@ -1,30 +1,24 @@
 """The attention function that Hugging Face modules call instead of their own.
 
 It is registered under the name "octavo" with no mask function, so a model hands over no mask and causality, sliding
-windows, soft caps and sinks are its duty. Everything about the step comes in one keyword argument, ``octavo_step``.
+windows, soft caps and sinks are its duty. Everything about the step comes in one keyword argument, ``octavo_step``;
+compiled code is given none and asks for the step when it runs (``compiled.py``).
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from octavo.core.execution.compiled import attend_in_step
 from octavo.core.execution.page_view import StepPages
-from octavo.core.interfaces import LayerTraits, SparseMethod
+from octavo.core.interfaces import AttentionStep, LayerTraits, SparseMethod
 from octavo.core.memory.layer_groups import LayerPlan
 from octavo.kernels import ops
-
-
-class AttentionStep(Protocol):
-    """Serves every attention layer of one forward pass."""
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, traits: LayerTraits) -> Tensor:
-        """Store ``k, v [T, Hkv, D]`` and give the attention of ``q [T, Hq, D]``."""
-        ...
 
 
 def octavo_attention(
@@ -43,12 +37,13 @@ def octavo_attention(
 ) -> tuple[Tensor, None]:
     """The attention interface of transformers 5: ``query [1, Hq, T, D]`` after RoPE, ``key, value [1, Hkv, T, D]``,
     and the result ``[1, T, Hq, D]``."""
-    if octavo_step is None:
+    compiling = torch.compiler.is_compiling()
+    if octavo_step is None and not compiling:
         raise RuntimeError(
             f"{type(module).__name__} called octavo's attention outside of an engine step, or its model does not pass "
             "keyword arguments on to attention"
         )
-    if attention_mask is not None and not _is_causal(attention_mask):
+    if attention_mask is not None and (compiling or not _is_causal(attention_mask)):
         raise RuntimeError(f"{type(module).__name__} brings to octavo's attention a mask of its own that is not causal")
     traits = LayerTraits(
         scale=scaling if scaling is not None else query.shape[-1] ** -0.5,
@@ -57,7 +52,8 @@ def octavo_attention(
         sinks=s_aux,
     )
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    return octavo_step.attend(module.layer_idx, q, k, v, traits)[None], None  # type: ignore[arg-type]
+    attend = attend_in_step if octavo_step is None else octavo_step.attend
+    return attend(module.layer_idx, q, k, v, traits)[None], None  # type: ignore[arg-type]
 
 
 def _is_causal(mask: Tensor) -> bool:

@@ -108,7 +108,7 @@ class DecodeProgram:
             # Contiguous, as the op wants them: a view of the first columns is not.
             group.runs = self._groups[:, : bucket + 1].contiguous()
         step = PagedStep(self._kv, self._plan, self._backend, slots, [group])
-        logits = self._model.logits(ids, positions, step)
+        logits = self._model.forward(ids, positions, None, step)
         drawn: Tensor = ops.sample(logits, *state.filters(bucket), self._backend)
         ops.scatter_tokens(rows, drawn, fields["tokens"], fields["lengths"], self._backend)
         fields["draws"][:bucket] += 1

@@ -121,7 +121,7 @@ class StepRunner:
             self._to_device(ids), self._to_device(positions), self._to_device(wanted), step, self._items.placed(chunks)
         )
         self._account(step, chunks)
-        return logits, rows
+        return logits.float(), rows
 
     def replays(self, plan: StepPlan) -> bool:
         """Whether a plan is a step of the decode program: ``launch`` it, and read its tokens later."""
