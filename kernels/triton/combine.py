@@ -49,6 +49,64 @@ def join(top, total, acc, lses, rows):
 
 
 @triton.jit
+def item_parts(tiles, item, most, min_tiles, BLOCK_I: tl.constexpr):
+    """Where an item's parts lie (plan.py): the place of the first, its program, and how many there are.
+
+    ``tiles`` are those of each item; the parts after the first have the even places of the programs that follow.
+    """
+    i = tl.arange(0, BLOCK_I)
+    begin = tl.sum(tl.where(i < item, tiles, 0))
+    mine = tl.sum(tl.where(i == item, tiles, 0))
+    total = tl.maximum(tl.sum(tiles), 1)
+    used = programs_used(total, most, min_tiles)
+    program = program_of(begin, total, used)
+    parts = tl.where(mine > 0, program_of(begin + mine - 1, total, used) - program + 1, 0)
+    return 2 * program + (share_begin(program, total, used) != begin).to(tl.int32), program, parts
+
+
+@triton.jit
+def join_parts(
+    part_out,
+    part_lse,
+    first_place,
+    first_program,
+    parts,
+    row,
+    rows,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    """(top, total, acc [D]) of an item's parts, in each of which a place holds ``rows`` rows and ``row`` is ours."""
+    d = tl.arange(0, BLOCK_D)
+    s = tl.arange(0, BLOCK_S)
+    top = tl.max(tl.full([BLOCK_S], float("-inf"), tl.float32))
+    total = 0.0
+    acc = tl.zeros([BLOCK_D], tl.float32)
+    for start in range(0, parts, BLOCK_S):
+        part = start + s
+        at = tl.where(part == 0, first_place, 2 * (first_program + part)) * rows + row
+        lses = tl.load(part_lse + at, mask=part < parts, other=float("-inf"))
+        inside = (part < parts)[:, None] & (d < D)[None, :]
+        outs = tl.load(part_out + at[:, None] * D + d[None, :], mask=inside, other=0.0)
+        top, total, acc = join(top, total, acc, lses, outs)
+    return top, total, acc
+
+
+@triton.jit
+def finish(top, total, acc, sink, SINKS: tl.constexpr):
+    """Output [D] and log-sum-exp, base 2, of a row whose parts are all joined; ``sink`` is base 2, too."""
+    nothing = total == 0.0
+    divisor = tl.where(nothing, 1.0, total)
+    acc = acc / divisor
+    row_lse = tl.where(nothing, float("-inf"), top + tl.log2(divisor))
+    if SINKS:
+        row_lse, shrink = add_sink(row_lse, sink)
+        acc = acc * shrink
+    return acc, row_lse
+
+
+@triton.jit
 def group_part(groups, b, batch, BLOCK_B: tl.constexpr, MEMBERS: tl.constexpr, RUN_TILE: tl.constexpr):
     """Where the work of a row's group stands in the plan of shared runs (shared.py).
 
@@ -129,14 +187,7 @@ def _combine_kernel(
             lengths + layer.to(tl.int64) * l_layer, l_batch, l_head, q_pos, groups + 3 * (batch + 1), batch * HEADS,
             HEADS, WINDOW, ORDERED, RUN_TILE, BLOCK_N, BLOCK_I,
         )  # fmt: skip
-        i = tl.arange(0, BLOCK_I)
-        begin = tl.sum(tl.where(i < item, tiles, 0))
-        mine = tl.sum(tl.where(i == item, tiles, 0))
-        total = tl.maximum(tl.sum(tiles), 1)
-        used = programs_used(total, most, min_tiles)
-        first_program = program_of(begin, total, used)
-        parts = tl.where(mine > 0, program_of(begin + mine - 1, total, used) - first_program + 1, 0)
-        first_place = 2 * first_program + (share_begin(first_program, total, used) != begin).to(tl.int32)
+        first_place, first_program, parts = item_parts(tiles, item, most, min_tiles, BLOCK_I)
         if SKIPS:
             first_place = tl.where(parts == 1, 2 * most + b, first_place)
     if SKIPS:
@@ -154,16 +205,9 @@ def _combine_kernel(
     if not SKIPS and parts == 1:  # the one program that had all of the row has finished it
         return
 
-    top = tl.max(tl.full([BLOCK_S], float("-inf"), tl.float32))
-    total_exp = 0.0
-    acc = tl.zeros([BLOCK_D], tl.float32)
-    for start in range(0, parts, BLOCK_S):
-        part = start + s
-        at = tl.where(part == 0, first_place, 2 * (first_program + part)) * Q_HEADS + head
-        lses = tl.load(part_lse + at, mask=part < parts, other=float("-inf"))
-        inside = (part < parts)[:, None] & (d < D)[None, :]
-        rows = tl.load(part_out + at[:, None] * D + d[None, :], mask=inside, other=0.0)
-        top, total_exp, acc = join(top, total_exp, acc, lses, rows)
+    top, total_exp, acc = join_parts(
+        part_out, part_lse, first_place, first_program, parts, head, Q_HEADS, D, BLOCK_D, BLOCK_S
+    )
     if SKIPS:
         for start in range(0, shared_parts, BLOCK_S):
             part = start + s
@@ -175,13 +219,10 @@ def _combine_kernel(
             rows = tl.load(shared_out + at[:, None] * D + d[None, :], mask=inside, other=0.0)
             top, total_exp, acc = join(top, total_exp, acc, lses, rows)
 
-    nothing = total_exp == 0.0
-    divisor = tl.where(nothing, 1.0, total_exp)
-    acc = acc / divisor
-    row_lse = tl.where(nothing, float("-inf"), top + tl.log2(divisor))
+    sink = 0.0
     if SINKS:
-        row_lse, shrink = add_sink(row_lse, tl.load(sinks + head).to(tl.float32) * LOG2E)
-        acc = acc * shrink
+        sink = tl.load(sinks + head).to(tl.float32) * LOG2E
+    acc, row_lse = finish(top, total_exp, acc, sink, SINKS)
     tl.store(out + b * out_batch + head * out_head + d, acc, mask=d < D)
     tl.store(lse + b * Q_HEADS + head, row_lse * LN2)
 
