@@ -34,14 +34,15 @@ def attend(
     ORDERED: tl.constexpr,
     MASS: tl.constexpr,
     FULL: tl.constexpr,
+    CHUNK: tl.constexpr = False,
 ):
     """Online softmax of ``query [M, D]`` over the slots ``[first, last)`` of ``row``, a tile of BLOCK_N at a time.
 
     Gives the normalised output fp32 [M, D] and its log-sum-exp, base 2, fp32 [M]; a row that sees nothing gives 0 and
     minus infinity. ``keys`` and ``values`` point to the runs of unit 0; ``starts`` is the row of ``unit_pos``. An
     ORDERED table ends where the query may not look; FULL: every slot holds a token that every row sees, and there are
-    whole tiles only. With MASS, the log-sum-exp of each piece (min(U, BLOCK_N) slots)
-    goes to ``piece_rows [M]``.
+    whole tiles only; CHUNK: each row has its own ``position [M]``, and is masked by it. With MASS, the log-sum-exp of
+    each piece (min(U, BLOCK_N) slots) goes to ``piece_rows [M]``.
     """
     query = query.to(keys.dtype.element_ty)  # the pool need not have the model's dtype, and a product takes one
     d = tl.arange(0, BLOCK_D)
@@ -66,10 +67,18 @@ def attend(
             slot = start + tl.arange(0, BLOCK_N)
             if not ORDERED:
                 slot = slot % U + tl.load(starts + slot // U, mask=seen, other=0)
-                seen = seen & (slot <= position)
-            if WINDOW > 0:
-                seen = seen & (position - slot < WINDOW)
-            scores = tl.where(seen[None, :], scores, float("-inf"))
+            if CHUNK:
+                distance = position[:, None] - slot[None, :]  # [M, N]
+                visible = seen[None, :] & (distance >= 0)
+                if WINDOW > 0:
+                    visible = visible & (distance < WINDOW)
+                scores = tl.where(visible, scores, float("-inf"))
+            else:
+                if not ORDERED:
+                    seen = seen & (slot <= position)
+                if WINDOW > 0:
+                    seen = seen & (position - slot < WINDOW)
+                scores = tl.where(seen[None, :], scores, float("-inf"))
 
         new_top = tl.maximum(top, tl.max(scores, 1))
         pivot = new_top

@@ -1,4 +1,10 @@
-"""Prefill with a dense kernel for the bulk of long chunks: gather, then torch's SDPA, then the paged kernel.
+"""Prefill: the op, which chooses; and the dense kernel for the bulk of long chunks.
+
+Three ways, by what the host knows, which is shapes, ``max_q`` and perhaps the chunks' lengths::
+
+    long chunks      gather, then torch's SDPA, then the paged kernel (below)
+    short chunks     all of few queries: shared out over programs along the context (``prefill_short.py``)
+    all else         the paged kernel (``prefill.py``), which serves every feature
 
 A dense kernel written for one chip does the same arithmetic faster than a Triton kernel over pages, if the chunk is
 long enough to pay for bringing its context together. For ``count`` queries after ``context`` tokens::
@@ -33,7 +39,7 @@ import torch
 from torch import Tensor
 
 from octavo.kernels import log
-from octavo.kernels.triton import settings
+from octavo.kernels.triton import prefill_short, settings
 from octavo.kernels.triton.gather import gather
 from octavo.kernels.triton.prefill import Done, native
 
@@ -74,8 +80,10 @@ def prefill(
     if plain and counts and table.shape[2] == 1 and _serves(q, pool):
         done = Done(**settings.launch("prefill_dense", "any", q.device))
     parts = [] if done is None else dense_parts(counts, contexts, done)
+    is_short = not parts and q_span is None and prefill_short.is_short(q, pool, table, max_q)
     if log.KERNELS:
-        kernel = f"gather and SDPA for {_words(parts)}, else Triton" if parts else "Triton"
+        kernel = "Triton, split over the context" if is_short else "Triton"
+        kernel = f"gather and SDPA for {_words(parts)}, else {kernel}" if parts else kernel
         log.chosen("prefill", "triton", kernel, pool, query_heads=q.shape[1], window=window)
 
     finished = sum(part.rows for part in parts if part.base == 0) == len(q)
@@ -87,7 +95,11 @@ def prefill(
     for part in parts:
         rows = slice(part.first, part.first + part.rows)
         out[rows], lse[rows] = _dense(q[rows], pool, layer, table, lengths, part, scale)
-    if not finished:
+    if is_short:
+        prefill_short.short(
+            q, pool, layer, table, lengths, cu_q, q_pos, unit_pos, sinks, scale, window, softcap, max_q, out, lse
+        )
+    elif not finished:
         native(
             q, pool, layer, table, lengths, cu_q, q_pos, unit_pos, sinks, scale, window, softcap, max_q, q_span,
             out, lse, done if parts else None,
