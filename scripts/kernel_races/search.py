@@ -31,6 +31,7 @@ SPLIT = {"programs_per_sm": (1, 2, 3, 4), "min_split_tokens": (128, 256, 512)}
 DECODE = {"BLOCK_N": (32, 64, 128), "num_warps": WARPS, "num_stages": (2, 3, 4, 5), **SPLIT}
 FEW_ROWS = ("32 x 8k", "8 x 32k", "1 x 1k", "1 x 32k", "8 x 8k", "1 x 128k", "32, ragged 256-32k")
 MANY_ROWS = ("128 x 2k", "256 x 1k")
+SHORT_CHUNKS = _of("K1 decode", ("8 x 8k, 2 queries", "8 x 8k, 8 queries"))
 COMBINE = {"BLOCK_S": (4, 8, 16, 32, 64), "num_warps": (1, 2, 4)}
 
 APPEND = {"SEAL_ELEMENTS": (1024, 2048, 4096), "num_warps": (1, *WARPS)}
@@ -65,6 +66,7 @@ SPACES: dict[str, dict[str, Space]] = {
         "one": Space(COMBINE, _of("K1 decode", ("1 x 1k", "1 x 32k", "1 x 128k"))),
         "any": Space(COMBINE, _of("K1 decode", ("8 x 8k", "32 x 8k", "128 x 2k"))),
         "shared": Space(COMBINE, _of("K5 shared", GROUPS)),
+        "short": Space(COMBINE, SHORT_CHUNKS),
     },
     "shared": {
         "128x2": Space(
@@ -84,6 +86,7 @@ SPACES: dict[str, dict[str, Space]] = {
             _of("K3 native", PROMPTS),
         )
     },
+    "prefill_short": {"128x2": Space({"BLOCK_M": (64,), **DECODE}, SHORT_CHUNKS)},
     "prefill_dense": {
         "any": Space(
             {

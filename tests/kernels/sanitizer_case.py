@@ -49,6 +49,7 @@ ATTENTION = {
     "prefill": (
         Case("sanitized-prefill", (150, 33), queries=(70, 33), padding=5, **HEADS),
         Case("sanitized-prefill-sealed", (100,), queries=(40,), page=24, segments=(13, 30), stored=True, sinks=True),
+        Case("sanitized-prefill-short", (300, 33, 0), queries=(3, 2, 0), padding=5, sinks=True, **HEADS),
         Case("sanitized-prefill-window", (100,), queries=(40,), window=20, heads=(5, 1), head_dim=80),
     ),
 }

@@ -37,7 +37,7 @@ def test_opcheck(op, backend):
     torch.library.opcheck(getattr(torch.ops.octavo, op.split("-")[0]).default, (*args, backend))
 
 
-@pytest.mark.parametrize("kernel", ["decode", "shared", "prefill", "page_score"])
+@pytest.mark.parametrize("kernel", ["decode", "shared", "prefill", "prefill_short", "page_score"])
 def test_what_triton_serves_has_launch_settings_and_nothing_else_has(kernel):
     keys = {key.removesuffix(" many") for key in json.loads((settings.FOLDER / "default.json").read_text())[kernel]}
     padded = [16 << i for i in range((TRITON_HEAD_DIM // 16).bit_length())]
