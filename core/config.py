@@ -51,6 +51,9 @@ class EngineConfig:
             come a step later (elsewhere than on CUDA the same program runs as plain calls). "compiled" does so with
             the model compiled by ``torch.compile``, which also serves prompts. "auto" is "graph" on CUDA and else
             "eager". All give the same tokens, up to rounding.
+        join_linears: where steps are replayed on CUDA, or compiled, layers that multiply the same input (Q, K and V;
+            gate and up) do so as one product. Their weights move into one piece of memory, values as they are; a
+            model that is to be saved afterwards as it was in memory is better served with False.
         seed: where unseeded requests draw their randomness from.
 
     Raises:
@@ -76,6 +79,7 @@ class EngineConfig:
     kv_dtype: str = "auto"
     backend: str = "auto"
     execution: str = "auto"
+    join_linears: bool = True
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -97,7 +101,7 @@ class EngineConfig:
             )
         if not _is_int(self.seed):
             raise ValueError(f"seed must be an integer, got {self.seed!r}")
-        for name in ("prefix_cache", "layer_groups", "shared_decode"):
+        for name in ("prefix_cache", "layer_groups", "shared_decode", "join_linears"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if not isinstance(self.page_policies, Mapping | None):

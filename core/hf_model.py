@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from octavo.core import interrupts
 from octavo.core.errors import UnsupportedModelError
 from octavo.core.execution.attention import octavo_attention
 from octavo.core.execution.compiled import CompiledModel, serving
+from octavo.core.execution.joined_linears import JoinedLinears
 from octavo.core.interfaces import AttentionStep, LayerTraits, ModelSpec
 from octavo.kernels.cpu.linear import PackedLinears
 
@@ -69,20 +70,32 @@ class HFModel:
         self.device = next(model.parameters()).device
         self._config: Any = model.config
         self._configs = _attention_configs(model)
-        self._linears = PackedLinears(model)
+        self._linears: PackedLinears | JoinedLinears = PackedLinears(model)
         self._compiled: CompiledModel | None = None
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         _refuse_unsupported(self._config, type(model).__name__)
         self.spec = self._probe()
         self.eos_token_ids = self._eos_ids()
 
-    def compile(self) -> None:
-        """From now on forward passes over token ids run compiled code; the first ones compile it."""
-        if not self._keeps_logits:
+    def prepare(self, execution: str, join_linears: bool) -> None:
+        """Make ready for an execution other than "eager". What is compiled is compiled by the first passes.
+
+        Raises:
+            UnsupportedModelError: the model cannot be compiled.
+        """
+        compiled = execution == "compiled"
+        if compiled and not self._keeps_logits:
             raise UnsupportedModelError(
                 f"{self.spec.name} cannot be compiled: its forward takes no logits_to_keep; use execution='graph'"
             )
-        self._compiled = CompiledModel(self.model)
+        if compiled or (execution == "graph" and self.device.type == "cuda"):
+            ids = torch.zeros(PROBE_TOKENS, dtype=torch.int64, device=self.device)
+            positions = torch.arange(PROBE_TOKENS, device=self.device)
+            self._linears = JoinedLinears(
+                self.model, (lambda: self.forward(ids, positions, None, _Probe())) if join_linears else lambda: None
+            )
+        if compiled:
+            self._compiled = CompiledModel(self.model)
 
     def forward(
         self,
@@ -113,7 +126,7 @@ class HFModel:
     def _serving(self, step: AttentionStep) -> Iterator[None]:
         """Around a forward pass. Ctrl-C may end the pass, and not what is put up for it and taken down again."""
         plain = torch.autocast(self.device.type, enabled=False)  # the caller's autocast is not meant for octavo
-        linears = self._linears.used() if self._compiled is None else nullcontext()  # compiled code holds its own
+        linears = self._linears.used()
         with torch.inference_mode(), plain, self._octavo_attention(), linears, serving(step), interrupts.let_through():
             yield
 

@@ -42,13 +42,13 @@ def _attend(
     return _serving.attend(layer, q, k, v, LayerTraits(scale, window, softcap, sinks)).contiguous()
 
 
-_library = torch.library.Library("octavo", "FRAGMENT")
+_library: Any = torch.library.Library("octavo", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(
     "attend_in_step(Tensor q, Tensor k, Tensor v, Tensor? sinks, int layer, float scale, int window, float softcap) "
     "-> Tensor"
 )
-_library.impl("attend_in_step", _attend, "CPU")
-_library.impl("attend_in_step", _attend, "CUDA")
+for _device in ("CPU", "CUDA"):
+    _library.impl("attend_in_step", _attend, _device)
 torch.library.register_fake("octavo::attend_in_step", lambda q, *_: q.new_empty(q.shape), lib=_library)
 
 
