@@ -75,7 +75,8 @@ class ImageEncoder:
         self._weight = next(projector.parameters())
         self._batch_images = batch_images or (1 if self._weight.device.type == "cpu" else 16)
         self._n_tokens = projector.n_tokens(tower.n_tokens)
-        self._both = nn.ModuleList([tower, projector])
+        self._preprocessing = tower.preprocessing
+        self._modules = nn.ModuleList([tower, projector])
 
     def read(self, item: Any) -> RgbImage:
         """The item's pixels, checked.
@@ -90,11 +91,11 @@ class ImageEncoder:
 
     def identity(self, item: Any) -> bytes:
         """32 bytes that stand for the embeddings: pixels, preprocessing, weights, and how the weights are used."""
-        return image_id(self.read(item), self.tower.preprocessing, self._encoder())
+        return image_id(self.read(item), self._preprocessing, self._encoder())
 
     def witness(self, item: Any) -> bytes:
         """32 bytes of another digest of the same, by which a hit is verified (``EncoderCache``)."""
-        return second_digest(self.read(item), self.tower.preprocessing, self._encoder())
+        return second_digest(self.read(item), self._preprocessing, self._encoder())
 
     def n_tokens(self, item: Any) -> int:
         """Tokens that the item takes in a prompt; the same for every image, known before it is encoded."""
@@ -103,7 +104,10 @@ class ImageEncoder:
     @torch.no_grad()
     def encode(self, items: Sequence[Any]) -> Tensor:
         """Embeddings [I, N, D] of I items, in the projector's dtype and on its device."""
-        images = [self.read(item) for item in items]
+        return self._embeddings([self.read(item) for item in items])
+
+    def _embeddings(self, images: Sequence[RgbImage]) -> Tensor:
+        """[I, N, D] of I images as the tower takes them, by ``batch_images`` at a time."""
         rows = [
             self.projector(self.tower(self.tower.preprocess(images[at : at + self._batch_images])).to(self._weight))
             for at in range(0, len(images), self._batch_images)
@@ -111,4 +115,4 @@ class ImageEncoder:
         return torch.cat(rows) if rows else self._weight.new_empty(0, self._n_tokens, self.hidden)
 
     def _encoder(self) -> bytes:
-        return weights_fingerprint(self._both) + f"{self.tower.settings} {self.projector.config}".encode()
+        return weights_fingerprint(self._modules) + f"{self.tower.settings} {self.projector.config}".encode()

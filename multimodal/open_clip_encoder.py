@@ -52,7 +52,9 @@ class OpenClipEncoder(nn.Module):
 
     Attributes:
         width: W.
+        image_size: rows and columns of pixels.
         grid: rows and columns of patches.
+        layer: the block whose output is taken, from 0.
         n_tokens: N, the same for every image.
         settings: what the tokens depend on beside the weights, the modules and the preprocessing.
         preprocessing: how images are resized and normalised, as canonical JSON.
@@ -87,21 +89,21 @@ class OpenClipEncoder(nn.Module):
         blocks = len(tower.transformer.resblocks)
         if not -blocks <= layer < blocks:
             raise ValueError(f"layer={layer}, but the tower has {blocks} blocks: from {-blocks} to {blocks - 1}")
-        self._layer = layer % blocks
+        self.layer = layer % blocks
         self.policy = policy
         self._config = _preprocessing(open_clip, tower)
-        rows, columns = self._config.size
+        rows, columns = self.image_size = self._config.size
         if policy is not None and rows != columns:
             raise ValueError(f"an ImagePolicy makes images square, and the tower takes {rows} x {columns} pixels")
         if loaded:
-            tower.prune_intermediate_layers([self._layer], prune_norm=True, prune_head=True)  # the rest is never run
+            tower.prune_intermediate_layers([self.layer], prune_norm=True, prune_head=True)  # the rest is never run
         self.tower: Tower = tower.to(device=device, dtype=dtype).eval()
         self.keep_cls = keep_cls
         self.width: int = tower.transformer.width
         self.grid: tuple[int, int] = tower.grid_size
         self.n_tokens = self.grid[0] * self.grid[1] + keep_cls
         heads = tower.transformer.resblocks[0].attn.num_heads
-        self.settings = f"open_clip layer={self._layer} keep_cls={keep_cls} heads={heads}"
+        self.settings = f"open_clip layer={self.layer} keep_cls={keep_cls} heads={heads}"
         fitted = None if policy is None else {"resize": policy.resize, "background": policy.background}
         self.preprocessing = json.dumps({"open_clip": asdict(self._config), "fit": fitted}, sort_keys=True)
         self._transform = open_clip.transform.image_transform_v2(self._config, is_train=False)
@@ -152,7 +154,7 @@ class OpenClipEncoder(nn.Module):
         any device. Differentiable."""
         out = self.tower.forward_intermediates(
             pixels.to(self.tower.conv1.weight),
-            indices=[self._layer],
+            indices=[self.layer],
             stop_early=True,
             normalize_intermediates=False,
             intermediates_only=True,

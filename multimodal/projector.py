@@ -90,6 +90,8 @@ class LinearProjector(Projector):
 class MlpProjector(Projector):
     """Parameters are named as in Hugging Face's ``multi_modal_projector``."""
 
+    config: MlpConfig
+
     def __init__(self, config: MlpConfig, width: int, hidden: int) -> None:
         super().__init__(config, width, hidden)
         inner = config.inner or hidden
