@@ -1,21 +1,28 @@
-"""Whoever takes part in the throughput race: octavo, its rivals, and the floor."""
+"""Who takes part: octavo, its rivals and the floor in the throughput race, and the rivals under arrivals."""
 
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
-import os
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from octavo.core import SamplingParams
 from octavo.core.sizing import kv_dtype
-from octavo.scripts import build, linears
-from octavo.scripts.schema import Throughput
+from octavo.scripts import build, generate_batch, linears, vllm_server
+from octavo.scripts.generate_batch import GenerateBatch
+from octavo.scripts.schema import Latency, Throughput
+from octavo.scripts.schema_serving import WithRivals
+from octavo.scripts.serving import Clock, Served
+from octavo.scripts.timed_requests import TimedRequest, timed
+from octavo.scripts.vllm_server import VLLMService
 from octavo.scripts.workloads import Workload
+
+if TYPE_CHECKING:
+    from octavo.core import Engine
 
 FLOOR = "linears"
 
@@ -38,16 +45,32 @@ class Contender(Protocol):
         ...
 
 
+class Service(Protocol):
+    """Serves requests as they come, under one method."""
+
+    name: str
+    method: str
+
+    def serve(self, requests: list[TimedRequest], clock: Clock) -> Served:
+        """All requests from first to last; nothing is kept from earlier passes."""
+        ...
+
+
+def engine_for(config: WithRivals, model: Any, workload: Workload) -> Engine:
+    """An engine with room for all requests that may run at once, unless ``engine.pool_tokens`` says otherwise."""
+    page_tokens = build.engine_config(config.engine).text_page_tokens
+    pool_tokens = config.engine.pool_tokens or workload.slots(page_tokens, config.engine.max_seqs)
+    sized = dataclasses.replace(config, engine=dataclasses.replace(config.engine, pool_tokens=pool_tokens))
+    return build.engine(sized, model, None)
+
+
 class Octavo:
-    """This engine, with room for all requests at once unless ``engine.pool_tokens`` says otherwise."""
+    """This engine."""
 
     name = "octavo"
 
     def __init__(self, config: Throughput, model: Any, workload: Workload) -> None:
-        page_tokens = build.engine_config(config.engine).text_page_tokens
-        pool_tokens = config.engine.pool_tokens or workload.slots(page_tokens)
-        sized = dataclasses.replace(config, engine=dataclasses.replace(config.engine, pool_tokens=pool_tokens))
-        self.engine = build.engine(sized, model, None)
+        self.engine = engine_for(config, model, workload)
         self._passes = 0
 
     def run(self, workload: Workload) -> Outing:
@@ -104,29 +127,29 @@ class Transformers:
         return Outing(seconds, workload.total_new, slots * slot_bytes)
 
 
-class VLLM:
-    """vLLM's offline batch, without its prefix cache, in this process. Its KV bytes are not known from outside."""
+class Batch:
+    """transformers' ``generate_batch``: the same batch, continuously. Its KV bytes are not known from outside."""
 
-    def __init__(self, name: str, config: Throughput, model: Any, workload: Workload) -> None:
-        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # read when vLLM is imported
-        from vllm import LLM
+    name = generate_batch.NAME
 
-        self.name = name
-        self._llm = LLM(
-            model=config.model.path,
-            dtype=str(model.dtype).removeprefix("torch."),
-            max_model_len=workload.longest,
-            enable_prefix_caching=False,
-            gpu_memory_utilization=config.vllm_memory_fraction,
-        )
+    def __init__(self, config: Throughput, model: Any, workload: Workload) -> None:
+        self._service = GenerateBatch(model, workload, config.engine.step_tokens, config.engine.max_seqs)
 
     def run(self, workload: Workload) -> Outing:
-        from vllm import SamplingParams as Params
+        journeys = self._service.serve(timed(workload, None, 0), Clock()).journeys
+        return Outing(max(journey.token_s[-1] for journey in journeys), workload.total_new, None)
 
+
+class VLLM:
+    """vLLM's offline batch. Its KV bytes are not known from outside."""
+
+    def __init__(self, name: str, config: Throughput, model: Any, workload: Workload) -> None:
+        self.name = name
+        self._llm = vllm_server.load(config, model, workload.longest)
+
+    def run(self, workload: Workload) -> Outing:
         prompts = [{"prompt_token_ids": prompt} for prompt in workload.prompts]
-        params = [
-            Params(temperature=0.0, max_tokens=new, ignore_eos=True, detokenize=False) for new in workload.new_tokens
-        ]
+        params = list(map(vllm_server.greedy, workload.new_tokens))
         start = time.perf_counter()
         outputs = self._llm.generate(prompts, params, use_tqdm=False)
         seconds = time.perf_counter() - start
@@ -150,20 +173,37 @@ class Linears:
 
 def line_up(config: Throughput, model: Any, workload: Workload) -> tuple[list[Contender], list[str]]:
     """Octavo, the rivals that can run here and the floor, in this order, and a note on each rival that cannot."""
-    contenders: list[Contender] = [Octavo(config, model, workload)]
-    notes = []
-    for name in config.rivals:
-        missing = None if name == "transformers" else _vllm_is_missing(name, model.device.type)
-        if missing:
-            notes.append(f"{name} did not run: {missing}.")
-        else:
-            contenders.append(Transformers(model) if name == "transformers" else VLLM(name, config, model, workload))
-    return [*contenders, Linears(config, model)], notes
+    makers: dict[str, Callable[[str], Contender]] = {
+        "transformers": lambda name: Transformers(model),
+        generate_batch.NAME: lambda name: Batch(config, model, workload),
+        "vllm": lambda name: VLLM(name, config, model, workload),
+        "vllm_cpu": lambda name: VLLM(name, config, model, workload),
+    }
+    present, notes = _present(config.rivals, model.device.type)
+    rivals = [makers[name](name) for name in present]
+    return [Octavo(config, model, workload), *rivals, Linears(config, model)], notes
 
 
-def _vllm_is_missing(name: str, device: str) -> str | None:
-    """Why a build of vLLM cannot run; the builds for CPU and GPU are imported under one name."""
-    wanted = "cpu" if name == "vllm_cpu" else "cuda"
-    if device != wanted:
-        return f"it is for {wanted}, and the model is on {device}"
-    return None if importlib.util.find_spec("vllm") else "it is not installed"
+def rival_services(config: Latency, model: Any, workload: Workload) -> tuple[list[Service], list[str]]:
+    """The rivals that can serve requests as they come, of those that can run here, and notes as of ``line_up``."""
+    present, notes = _present(config.rivals, model.device.type)
+    return [
+        GenerateBatch(model, workload, config.engine.step_tokens, config.engine.max_seqs)
+        if name == generate_batch.NAME
+        else VLLMService(name, config, model, workload.longest)
+        for name in present
+    ], notes
+
+
+def _present(names: Sequence[str], device: str) -> tuple[list[str], list[str]]:
+    """Those of the rivals that can run, and a note on each that cannot."""
+    absent = {name: _missing(name, device) for name in names}
+    present = [name for name, why in absent.items() if why is None]
+    return present, [f"{name} did not run: {why}." for name, why in absent.items() if why is not None]
+
+
+def _missing(name: str, device: str) -> str | None:
+    """Why a rival cannot run here."""
+    if name == generate_batch.NAME:
+        return generate_batch.missing()
+    return None if name == "transformers" else vllm_server.missing(name, device)

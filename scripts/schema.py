@@ -1,7 +1,7 @@
 """Types of every configuration key. Hydra checks each value against them while it composes; see ``configs/``.
 
-Groups that several experiments have are in ``schema_groups``, the experiments on memory in ``schema_memory``, that on
-kernels in ``schema_kernels``.
+Groups that several experiments have are in ``schema_groups``, the experiments on memory in ``schema_memory``, those on
+speed in ``schema_serving``, that on kernels in ``schema_kernels``.
 
 An experiment has its own subclass of ``Config``, so that a key which an experiment would ignore does not exist there.
 Ranges are checked when a typed object is made, as far as that needs no heavy import; the engine and the samplers check
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
-from octavo.scripts.refusal import ConfigError, at_least, each_once
+from octavo.scripts.refusal import ConfigError, at_least
 from octavo.scripts.schema_groups import (
     Config,
     EngineSettings,
@@ -38,6 +38,7 @@ from octavo.scripts.schema_memory import (
     PageSize,
     Sharing,
 )
+from octavo.scripts.schema_serving import Latency, Throughput
 
 __all__ = [
     "EXPERIMENTS",
@@ -50,6 +51,7 @@ __all__ = [
     "Generate",
     "Kernels",
     "Knobs",
+    "Latency",
     "ModelSettings",
     "PageSize",
     "SamplingSettings",
@@ -86,30 +88,6 @@ class Generate(WithPageMap):
         at_least("budget_tokens", self.budget_tokens, 1)
 
 
-WORKLOADS = ("uniform", "ragged")
-RIVALS = ("transformers", "vllm", "vllm_cpu")
-
-
-@dataclass
-class Throughput(WithPageMap):
-    """workloads: of ``octavo.scripts.workloads``. rivals: who else runs them. repeats: rounds in which all take turns.
-    profile: write a trace too. vllm_memory_fraction: share of a GPU's memory that vLLM may take."""
-
-    workloads: list[str] = field(default_factory=lambda: list(WORKLOADS))
-    rivals: list[str] = field(default_factory=lambda: ["transformers"])
-    repeats: int = 3
-    profile: bool = False
-    vllm_memory_fraction: float = 0.4
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least("repeats", self.repeats, 1)
-        each_once("workloads", self.workloads, WORKLOADS)
-        each_once("rivals", self.rivals, RIVALS)
-        if not self.workloads:
-            raise ConfigError("workloads is empty; give at least one, for instance workloads=[uniform]")
-
-
 @dataclass
 class Devices(WithPageMap):
     """devices: two of "device" or "device:kernels", as "cpu", "cuda", "cpu:reference"; empty: cpu and cuda, or without
@@ -143,8 +121,9 @@ EXPERIMENTS: dict[str, type[Config]] = {
     "fragmentation": Fragmentation,
     "generate": Generate,
     "kernels": Kernels,
-    "layer_groups": LayerGroups,
     "knobs": Knobs,
+    "latency": Latency,
+    "layer_groups": LayerGroups,
     "page_size": PageSize,
     "sharing": Sharing,
     "throughput": Throughput,

@@ -32,10 +32,12 @@ class Workload:
         """Tokens of the longest request, prompt and output together."""
         return max(len(prompt) + new for prompt, new in zip(self.prompts, self.new_tokens, strict=True))
 
-    def slots(self, page_tokens: int) -> int:
-        """Pool slots that hold all requests at once, each in whole pages."""
-        sizes = (len(prompt) + new for prompt, new in zip(self.prompts, self.new_tokens, strict=True))
-        return sum(-(-size // page_tokens) * page_tokens for size in sizes)
+    def slots(self, page_tokens: int, at_once: int | None = None) -> int:
+        """Pool slots that hold all requests, each in whole pages, or any ``at_once`` of them."""
+        sizes = sorted(
+            (len(prompt) + new for prompt, new in zip(self.prompts, self.new_tokens, strict=True)), reverse=True
+        )
+        return sum(-(-size // page_tokens) * page_tokens for size in sizes[:at_once])
 
     def cut(self, requests: int, prompt: int, new: int) -> Workload:
         """The first requests, with at most so many tokens each."""
@@ -46,29 +48,44 @@ class Workload:
         )
 
 
-def _uniform(random: Random) -> list[Lengths]:
-    return [(256, 64)] * 16
+@dataclass(frozen=True)
+class Shape:
+    """How many requests a workload has, and the lengths (prompt, new) of each as ``draw`` finds them."""
+
+    requests: int
+    draw: Callable[[Random], Lengths]
 
 
-def _ragged(random: Random) -> list[Lengths]:
-    return [(random.randint(32, 1024), random.randint(16, 256)) for _ in range(32)]
+SHAPES = {
+    "uniform": Shape(16, lambda random: (256, 64)),
+    "ragged": Shape(32, lambda random: (random.randint(32, 1024), random.randint(16, 256))),
+    "mixed": Shape(256, lambda random: (random.randint(100, 1024), random.randint(100, 1024))),
+}
+"""By name. Every length is drawn with equal probability, ends included."""
 
 
-LENGTHS: dict[str, Callable[[Random], list[Lengths]]] = {"uniform": _uniform, "ragged": _ragged}
-"""Name -> lengths (prompt, new) of the requests. Every length is drawn with equal probability, ends included."""
-
-
-def build(name: str, tokenizer: Any, seed: int, limit: int | None = None) -> Workload:
+def build(
+    name: str,
+    tokenizer: Any,
+    seed: int,
+    limit: int | None = None,
+    *,
+    requests: int | None = None,
+    last: Lengths | None = None,
+) -> Workload:
     """A workload by name. Prompts are consecutive pieces of the committed code items' text, in an order drawn by
     ``seed``; the same name, tokenizer and seed give the same requests.
 
     Args:
         limit: take the first so many requests and cut them short, for a smoke test.
+        requests: so many, drawn like the others; None is the workload's own number.
+        last: lengths (prompt, new) of one request more, which comes last.
     """
     from octavo.scripts.tasks.items import load_items, prompt_text
 
-    random = Random(seed)
-    lengths = LENGTHS[name](random)
+    random, shape = Random(seed), SHAPES[name]
+    count = shape.requests if requests is None else requests
+    lengths = [shape.draw(random) for _ in range(count)][:limit] + ([] if last is None else [last])
     items = load_items()
     random.shuffle(items)
     needed = sum(prompt for prompt, _ in lengths)
@@ -83,7 +100,7 @@ def build(name: str, tokenizer: Any, seed: int, limit: int | None = None) -> Wor
         prompts.append(text[start : start + prompt])
         start += prompt
     whole = Workload(name, tuple(prompts), tuple(new for _, new in lengths))
-    return whole if limit is None else whole.cut(limit, SMOKE_PROMPT, SMOKE_NEW)
+    return whole if limit is None else whole.cut(len(lengths), SMOKE_PROMPT, SMOKE_NEW)
 
 
 def refuse_too_long(workload: Workload, model: Any) -> None:
@@ -94,3 +111,8 @@ def refuse_too_long(workload: Workload, model: Any) -> None:
             f"workload {workload.name} has a request of {workload.longest} tokens, and the model at most {most}; "
             "take another model or workload, or limit=2 for a smoke test"
         )
+
+
+def warm_up(workload: Workload, model: Any) -> Workload:
+    """Enough to load, allocate and compile: on a GPU every shape, elsewhere two short requests."""
+    return workload if model.device.type == "cuda" else workload.cut(requests=2, prompt=64, new=4)

@@ -5,15 +5,17 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from octavo.scripts import build, report, workloads
+from octavo.scripts import build, report, step_profile, workloads
 from octavo.scripts.machine_load import busy_rounds, watch
 from octavo.scripts.progress import console, counting, waiting
 from octavo.scripts.run import Run, Sample
 from octavo.scripts.schema import Throughput
+from octavo.scripts.serving import Clock
+from octavo.scripts.step_profile import Profile
+from octavo.scripts.timed_requests import timed
 from octavo.scripts.watched_pass import watched_pass
 from octavo.scripts.workloads import Workload
 
@@ -27,7 +29,7 @@ log = logging.getLogger(__name__)
 
 Row = dict[str, Any]
 
-PROFILED_TOKENS = 8
+PROFILED_TOKENS = 48
 WATCHED_TOKENS = 48
 
 NOTES = (
@@ -56,12 +58,16 @@ def run(config: Throughput, run: Run) -> None:
             for line in _race(config, run, model, workload, done, notes):
                 run.write_rows(rows(run.samples))
                 advance(line)
+    found = rows(run.samples)
     if config.profile:
-        _profile(config, run, model, loads[0])
+        profile = _profile(config, run, model, loads[0])
+        notes += profile.notes
+        for row in found:
+            if (row["task"], row["name"]) == (loads[0].name, "octavo"):
+                row.update(profile.columns)
 
     maps = [_map(config, model, loads[-1])] if config.page_map else []
 
-    found = rows(run.samples)
     notes += busy_rounds(run.samples, "item", "round")
     for line in _ratios(found):
         console.print(line, style="bold", markup=False, highlight=False)
@@ -81,7 +87,7 @@ def _race(
     if left:
         with waiting(f"{workload.name}: warming up"):
             for contender in contenders:
-                contender.run(_warm_up(workload, model))
+                contender.run(workloads.warm_up(workload, model))
     for number in range(config.repeats):
         if number in left:
             # Handed in together: half a round in one process and half in another would be no comparison.
@@ -90,11 +96,6 @@ def _race(
                     run.add(sample)
         speeds = [s for s in run.samples if (s["item"], s["round"]) == (workload.name, number)]
         yield f"{workload.name}: " + "  ".join(f"{s['name']} {s['new_tokens'] / s['seconds']:.1f}" for s in speeds)
-
-
-def _warm_up(workload: Workload, model: Any) -> Workload:
-    """Enough to load, allocate and compile: on a GPU every shape, elsewhere two short requests."""
-    return workload if model.device.type == "cuda" else workload.cut(requests=2, prompt=64, new=4)
 
 
 def _round(contenders: Sequence[Contender], workload: Workload, number: int) -> list[Sample]:
@@ -203,17 +204,14 @@ def _map(config: Throughput, model: Any, workload: Workload) -> tuple[str, PageW
     return shows, watched_pass(contender.engine, lambda: contender.run(short))
 
 
-def _profile(config: Throughput, run: Run, model: Any, workload: Workload) -> None:
-    """A pass of octavo over the first workload, its outputs cut short, as a trace for chrome://tracing or Perfetto."""
-    from torch.profiler import ProfilerActivity, profile
-
-    from octavo.scripts.rivals import Octavo
+def _profile(config: Throughput, run: Run, model: Any, workload: Workload) -> Profile:
+    """A pass of octavo over a workload, its outputs cut short."""
+    from octavo.scripts.octavo_server import OctavoService
+    from octavo.scripts.rivals import engine_for
 
     short = workload.cut(len(workload.prompts), workload.longest, PROFILED_TOKENS)
-    contender = Octavo(config, model, short)
-    contender.run(_warm_up(short, model))
-    cuda = [ProfilerActivity.CUDA] if model.device.type == "cuda" else []
-    trace: Path = run.folder / "trace.json.gz"
-    with waiting(f"profiling into {trace}"), profile(activities=[ProfilerActivity.CPU, *cuda]) as profiler:
-        contender.run(short)
-    profiler.export_chrome_trace(str(trace))
+    service = OctavoService(engine_for(config, model, short), "dense", None)
+    service.serve(timed(workloads.warm_up(short, model), None, 0), Clock())
+    return step_profile.profile_middle(
+        service.server(Clock()), timed(short, None, 0), run.folder / step_profile.FILE, model.device.type
+    )

@@ -179,6 +179,10 @@ RUNS: dict[str, tuple[list[str], list[str]]] = {
         ],
         ["pool_percent=46, 3 preemptions"],
     ),
+    "latency": (
+        ["limit=2", "rates=[offline]", "sparse.methods=[dense]"],
+        ["dense, all requests at once, outputs of at most 48 tokens"],
+    ),
     "layer_groups": (
         ["contexts=[60]", "new_tokens=4", "engine.step_tokens=32"],
         ["layer groups, 60 tokens", "one group, 60 tokens"],

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from octavo.scripts import linears, machine_load, rivals, workloads
+from octavo.scripts import generate_batch, linears, machine_load, rivals, vllm_server, workloads
 from octavo.scripts.experiments.throughput import rows
 from octavo.scripts.machine_load import Load
 from octavo.scripts.schema import EngineSettings, ModelSettings, Throughput
@@ -52,9 +52,23 @@ class TestWorkloads:
     def test_limit_cuts(self) -> None:
         small = workloads.build("uniform", Words(), seed=0, limit=2)
         assert [len(p) for p in small.prompts] == [48, 48] and small.new_tokens == (8, 8)
+        whole = workloads.build("uniform", Words(), seed=0)
+        assert [p[:48] for p in whole.prompts[:1]] == list(small.prompts[:1])
+
+    def test_as_many_requests_as_asked_for_and_one_of_another_length(self) -> None:
+        own = workloads.build("ragged", Words(), seed=0)
+        more = workloads.build("ragged", Words(), seed=0, requests=40, last=(2000, 3))
+        assert len(more.prompts) == 41 and (len(more.prompts[-1]), more.new_tokens[-1]) == (2000, 3)
+        assert more.new_tokens[:32] == own.new_tokens
+        few = workloads.build("ragged", Words(), seed=0, limit=2, last=(2000, 30))
+        assert [len(p) for p in few.prompts] == [48, 48, 48] and few.new_tokens == (8, 8, 8)
+        mixed = workloads.build("mixed", Words(), seed=0)
+        assert len(mixed.prompts) == 256 and all(100 <= len(p) <= 1024 for p in mixed.prompts)
+        assert all(100 <= new <= 1024 for new in mixed.new_tokens)
 
     def test_sizes(self) -> None:
         assert (SMALL.total_new, SMALL.longest, SMALL.slots(4)) == (7, 9, 12 + 4 + 4)
+        assert (SMALL.slots(4, at_once=2), SMALL.slots(4, at_once=9)) == (12 + 4, 12 + 4 + 4)
 
 
 class TestContenders:
@@ -90,6 +104,11 @@ class TestContenders:
         ours = [c.samples[0].token_ids for c in engine_for(t_model).generate(list(SMALL.prompts), params)]
         assert written[0][:, 5:].tolist() == ours
 
+    @pytest.mark.skipif(generate_batch.missing() is not None, reason=str(generate_batch.missing()))
+    def test_generate_batch_serves_every_token(self, config: Throughput, t_model: Any) -> None:
+        outing = rivals.Batch(config, t_model, SMALL).run(SMALL)
+        assert outing.new_tokens == 7 and outing.seconds > 0 and outing.kv_bytes is None
+
     def test_vllm_runs_if_it_is_there(self, config: Throughput, t_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         stub = ModuleType("vllm")
         made: dict[str, Any] = {}
@@ -116,13 +135,15 @@ class TestContenders:
     def test_rivals_that_cannot_run_are_noted(
         self, config: Throughput, t_model: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(rivals.importlib.util, "find_spec", lambda name: None)
-        config.rivals = ["vllm", "vllm_cpu"]
+        monkeypatch.setattr(vllm_server.importlib.util, "find_spec", lambda name: None)
+        monkeypatch.setattr(generate_batch, "missing", lambda: "it is too old")
+        config.rivals = ["vllm", "vllm_cpu", "generate_batch"]
         contenders, notes = rivals.line_up(config, t_model, SMALL)
         assert [c.name for c in contenders] == ["octavo", "linears"]
         assert notes == [
             "vllm did not run: it is for cuda, and the model is on cpu.",
             "vllm_cpu did not run: it is not installed.",
+            "generate_batch did not run: it is too old.",
         ]
 
 
@@ -185,7 +206,9 @@ class TestCommand:
         assert "of the linears-only floor" in outcome.out and "vllm_cpu did not run: it is not installed" in outcome.out
         assert (outcome.folder / "plots/throughput.png").stat().st_size > 5000
         trace = json.loads(gzip.decompress((outcome.folder / "trace.json.gz").read_bytes()))
-        assert any("octavo" in event.get("name", "") for event in trace["traceEvents"])
+        names = {event.get("name", "") for event in trace["traceEvents"]}
+        assert {"engine: step", "engine: plan"} <= names and any("octavo" in name for name in names)
+        assert "device_busy_percent" not in found[0]
 
     def test_an_interrupted_run_goes_on(self, octavo: Command, tiny_model: Path) -> None:
         arguments = (*self.ARGUMENTS, f"model.path={tiny_model}", "workloads=[uniform]")
