@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
+from octavo.core.inspection.trace_recorder import TraceRecorder
 from octavo.scripts import generate_batch, latency_plots, step_profile, vllm_server
 from octavo.scripts.generate_batch import GenerateBatch
 from octavo.scripts.latency_rows import passed, rows
-from octavo.scripts.octavo_server import OctavoServer, OctavoService
+from octavo.scripts.octavo_server import AdmissionTimes, OctavoServer, OctavoService
 from octavo.scripts.refusal import ConfigError
 from octavo.scripts.serving import Clock, Journey, Served, serve
 from octavo.scripts.step_profile import device_busy_percent, profile_middle
@@ -106,6 +107,10 @@ class TestServing:
             )
         # The salt is that of a pass: the second prompt finds the page of the first one, and nothing of the first pass.
         assert engine.stats().hit_tokens == 2 * 4
+
+    def test_admissions_are_noted_wherever_an_engine_may_call_its_recorder(self) -> None:
+        calls = {name for name in vars(TraceRecorder) if not name.startswith("_")} - {"trace"}
+        assert "admitted" in calls and calls <= set(vars(AdmissionTimes))
 
     def test_preemptions_are_those_of_the_pass(self, t_model: Any, engine_for: Any) -> None:
         engine = engine_for(t_model, pool_tokens=16, max_seqs=2, prefix_cache=False)
@@ -212,6 +217,13 @@ class TestRows:
         (row,) = rows([sample(unknown, self.REQUESTS)], 1.0, 1.0)
         assert row["queue_p50_ms"] is None
         assert row["itl_p99_while_prefill_ms"] == pytest.approx(250 + 0.98 * 2000)
+
+    def test_gaps_before_and_after_the_long_prompt_do_not_count(self) -> None:
+        """It is computed from 2.0 to 4.0; the gaps are 1.0 to 1.5, 1.5 to 3.0, 3.0 to 4.5 and 4.5 to 9.0."""
+        journeys = [Journey(0.0, [1.0, 1.5, 3.0, 4.5, 9.0]), Journey(1.0, [4.0], 2.0)]
+        requests = [TimedRequest(0.0, [1], 5), TimedRequest(1.0, [1] * 50, 1, long=True)]
+        (row,) = rows([sample(journeys, requests)], 1.0, 1.0)
+        assert row["itl_p99_while_prefill_ms"] == 1500 and row["itl_max_ms"] == 4500
 
     def test_one_token_at_once(self) -> None:
         (row,) = rows([sample([Journey(0.0, [0.5])], [TimedRequest(0.0, [1], 1)], rate_per_s=None)], 1.0, 1.0)
