@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from octavo.core import interrupts
 from octavo.core.errors import UnsupportedModelError
 from octavo.core.execution.attention import octavo_attention
-from octavo.core.execution.compiled import CompiledModel, serving
+from octavo.core.execution.compiled import CompiledLayers, serving
 from octavo.core.execution.joined_linears import JoinedLinears
 from octavo.core.interfaces import AttentionStep, LayerTraits, ModelSpec
 from octavo.kernels.cpu.linear import PackedLinears
@@ -71,7 +71,7 @@ class HFModel:
         self._config: Any = model.config
         self._configs = _attention_configs(model)
         self._linears: PackedLinears | JoinedLinears = PackedLinears(model)
-        self._compiled: CompiledModel | None = None
+        self._compiled: CompiledLayers | None = None
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         _refuse_unsupported(self._config, type(model).__name__)
         self.spec = self._probe()
@@ -84,10 +84,6 @@ class HFModel:
             UnsupportedModelError: the model cannot be compiled.
         """
         compiled = execution == "compiled"
-        if compiled and not self._keeps_logits:
-            raise UnsupportedModelError(
-                f"{self.spec.name} cannot be compiled: its forward takes no logits_to_keep; use execution='graph'"
-            )
         if compiled or (execution == "graph" and self.device.type == "cuda"):
             ids = torch.zeros(PROBE_TOKENS, dtype=torch.int64, device=self.device)
             positions = torch.arange(PROBE_TOKENS, device=self.device)
@@ -95,7 +91,7 @@ class HFModel:
                 self.model, (lambda: self.forward(ids, positions, None, _Probe())) if join_linears else lambda: None
             )
         if compiled:
-            self._compiled = CompiledModel(self.model)
+            self._compiled = CompiledLayers(self.model, self.spec.layers)
 
     def forward(
         self,
@@ -111,23 +107,29 @@ class HFModel:
         ``embedded``: indices int64 [E] of tokens that are no token ids, and their embeddings [E, D].
         """
         with self._serving(step):
-            if self._compiled is not None and embedded is None:
-                all_rows = torch.arange(len(input_ids), device=self.device)
-                return self._compiled(input_ids, position_ids, all_rows if rows is None else rows)
-            keep = {"logits_to_keep": rows} if self._keeps_logits and rows is not None else {}
+            named: dict[str, Any] = {} if self._compiled is not None else {"octavo_step": step}
+            if self._keeps_logits and rows is not None:
+                named["logits_to_keep"] = rows
             inputs = {"input_ids": input_ids[None]}
             if embedded is not None:
                 inputs = {"inputs_embeds": self._embed(input_ids, *embedded)[None]}
-            output = self.model(**inputs, position_ids=position_ids[None], use_cache=False, octavo_step=step, **keep)
+            output = self.model(**inputs, position_ids=position_ids[None], use_cache=False, **named)
             logits: Tensor = output.logits[0]
-            return logits if keep or rows is None else logits[rows]
+            return logits if self._keeps_logits or rows is None else logits[rows]
 
     @contextmanager
     def _serving(self, step: AttentionStep) -> Iterator[None]:
         """Around a forward pass. Ctrl-C may end the pass, and not what is put up for it and taken down again."""
         plain = torch.autocast(self.device.type, enabled=False)  # the caller's autocast is not meant for octavo
-        linears = self._linears.used()
-        with torch.inference_mode(), plain, self._octavo_attention(), linears, serving(step), interrupts.let_through():
+        with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode())
+            stack.enter_context(plain)
+            stack.enter_context(self._octavo_attention())
+            stack.enter_context(self._linears.used())
+            if self._compiled is not None:
+                stack.enter_context(self._compiled.used())
+            stack.enter_context(serving(step))
+            stack.enter_context(interrupts.let_through())
             yield
 
     def embedding_width(self) -> int:

@@ -52,8 +52,9 @@ def octavo_attention(
         sinks=s_aux,
     )
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    attend = attend_in_step if octavo_step is None else octavo_step.attend
-    return attend(module.layer_idx, q, k, v, traits)[None], None  # type: ignore[arg-type]
+    if octavo_step is None:
+        return attend_in_step(q, k, v, traits)[None], None
+    return octavo_step.attend(module.layer_idx, q, k, v, traits)[None], None  # type: ignore[arg-type]
 
 
 def _is_causal(mask: Tensor) -> bool:

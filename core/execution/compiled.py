@@ -1,18 +1,20 @@
-"""A model's forward pass compiled by torch, with the attention of each layer as one op that the compiler looks past.
+"""A model's layers compiled by torch, with attention as one op that the compiler looks past.
 
-The compiled code must not depend on a step: how many groups it has, which tables, which kernels. So it holds nothing of
-it. The op ``octavo::attend_in_step`` gets what a layer computes, and asks the step that is being served for the rest::
+All layers of a model run the same code on other weights. So that it is compiled once and not for each layer, it holds
+nothing of a layer, nor of a step. The op ``octavo::attend_in_step`` gets what a layer computes, and finds in the step
+that is being served which layer that is (they come in order), which tables, which kernels::
 
-    ids, positions -> [ compiled: embedding, norms, products, RoPE ] -> attend_in_step(q, k, v) -> [ compiled ] ...
-                                                                              |
-                                                             the PagedStep of this forward pass
+    layer 0                                                             layer 1
+    [ compiled: norm, QKV, RoPE ] -> attend_in_step -> [ compiled ] ->  [ compiled: norm, ...
+                                           |
+                             the PagedStep of this forward pass
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -21,76 +23,85 @@ from torch import Tensor, nn
 from octavo.core.errors import UnsupportedModelError
 from octavo.core.interfaces import AttentionStep, LayerTraits
 
-_serving: AttentionStep | None = None
+_step: AttentionStep | None = None
+_layer = 0
 
 
 @contextmanager
 def serving(step: AttentionStep) -> Iterator[None]:
-    """Within the block the compiled attention is served by ``step``."""
-    global _serving
-    before, _serving = _serving, step
+    """Within the block, one forward pass, the compiled attention is served by ``step``, layer after layer."""
+    global _step, _layer
+    _step, _layer = step, 0
     try:
         yield
     finally:
-        _serving = before
+        _step = None
 
 
-def _attend(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, layer: int, scale: float, window: int, softcap: float
-) -> Tensor:
-    assert _serving is not None, "compiled attention runs within serving()"
-    return _serving.attend(layer, q, k, v, LayerTraits(scale, window, softcap, sinks)).contiguous()
+def _attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, scale: float, window: int, cap: float) -> Tensor:
+    global _layer
+    assert _step is not None, "compiled attention runs within serving()"
+    layer, _layer = _layer, _layer + 1
+    return _step.attend(layer, q, k, v, LayerTraits(scale, window, cap, sinks)).contiguous()
 
 
 _library: Any = torch.library.Library("octavo", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(
-    "attend_in_step(Tensor q, Tensor k, Tensor v, Tensor? sinks, int layer, float scale, int window, float softcap) "
-    "-> Tensor"
+    "attend_in_step(Tensor q, Tensor k, Tensor v, Tensor? sinks, float scale, int window, float softcap) -> Tensor"
 )
 for _device in ("CPU", "CUDA"):
     _library.impl("attend_in_step", _attend, _device)
 torch.library.register_fake("octavo::attend_in_step", lambda q, *_: q.new_empty(q.shape), lib=_library)
 
 
-def attend_in_step(layer: int, q: Tensor, k: Tensor, v: Tensor, traits: LayerTraits) -> Tensor:
-    """``AttentionStep.attend`` of the step that is being served, as an op of a compiled graph."""
-    out: Tensor = torch.ops.octavo.attend_in_step(
-        q, k, v, traits.sinks, layer, traits.scale, traits.window, traits.softcap
-    )
+def attend_in_step(q: Tensor, k: Tensor, v: Tensor, traits: LayerTraits) -> Tensor:
+    """``AttentionStep.attend`` for the next layer of the step that is being served, as an op of a compiled graph."""
+    out: Tensor = torch.ops.octavo.attend_in_step(q, k, v, traits.sinks, traits.scale, traits.window, traits.softcap)
     return out
 
 
-class CompiledModel:
-    """Logits of a packed row, from one compiled graph for all lengths.
+class CompiledLayers:
+    """A model's layers with compiled code in place of their forward, inside ``used()`` only.
 
-    A length of 1 would be compiled as a constant, so only a single token with a single row of logits takes that form;
-    everything else has at least two of each.
+    What is compiled serves all lengths but 1, which torch takes for a constant and compiles by itself.
+
+    Raises:
+        UnsupportedModelError: no list of ``count`` layers is found in the model.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        # torch keeps what it has compiled by code object, and only so many versions of it: each model has its own.
-        code = _logits.__code__
-        own = FunctionType(code.replace(co_name=f"logits_{id(model)}"), globals(), "logits")
-        self._compiled: Any = torch.compile(own, fullgraph=True, dynamic=True)
+    def __init__(self, model: nn.Module, count: int) -> None:
+        lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == count]
+        if not lists:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} keeps its {count} layers in no list, so they cannot be compiled one by one; "
+                "use execution='graph'"
+            )
+        self._layers = list(lists[0])
+        self._name = type(model).__name__
+        self._forwards = {kind: _compiled(kind.forward) for kind in {type(layer) for layer in self._layers}}
 
-    def __call__(self, input_ids: Tensor, position_ids: Tensor, rows: Tensor) -> Tensor:
-        """Logits [R, vocabulary], in the model's dtype, of the ``rows`` int64 [R] among T tokens; call within
-        ``serving``."""
-        wanted = len(rows)
-        if len(input_ids) > 1 and wanted < 2:
-            rows = torch.cat([rows, rows.new_zeros(2 - wanted)])
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        for layer in self._layers:
+            layer.forward = MethodType(self._forwards[type(layer)], layer)
         try:
-            logits: Tensor = self._compiled(self._model, input_ids, position_ids, rows)
+            # A model whose layers differ in more than their weights is compiled as often as that.
+            with torch._dynamo.config.patch(recompile_limit=2 * len(self._layers) + 8):  # type: ignore[attr-defined]
+                yield
         except torch._dynamo.exc.TorchDynamoException as error:
             raise UnsupportedModelError(
-                f"{type(self._model).__name__} cannot be compiled ({type(error).__name__}: {error}); "
+                f"the layers of {self._name} cannot be compiled ({type(error).__name__}: {error}); "
                 "use execution='graph'"
             ) from error
-        return logits[:wanted]
+        finally:
+            for layer in self._layers:
+                layer.__dict__.pop("forward", None)
 
 
-def _logits(model: Any, input_ids: Tensor, position_ids: Tensor, rows: Tensor) -> Tensor:
-    output = model(input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, logits_to_keep=rows)
-    logits: Tensor = output.logits[0]
-    return logits
+def _compiled(forward: Any) -> Any:
+    """torch keeps what it has compiled by code object, for all models alike; a copy of the code is this model's own."""
+    copy = FunctionType(
+        forward.__code__.replace(), forward.__globals__, forward.__name__, forward.__defaults__, forward.__closure__
+    )
+    copy.__kwdefaults__ = forward.__kwdefaults__
+    return torch.compile(copy, fullgraph=True, dynamic=True)

@@ -81,19 +81,19 @@ class DecodeProgram:
         ``runs``: the groups of ``ops.decode_shared``, by place in ``rows``, where there are any.
         """
         bucket = self.bucket(max(rows) + 1)
-        if runs is not None:
-            spread = spread_groups(runs, rows, bucket)
-            self._groups[:, : bucket + 1] = upload(spread, self._kv.device)
         key = bucket, runs is not None
-        if self._kv.device.type != "cuda":
-            with torch.inference_mode():
-                return self._run(*key)
-        if self._captured is not self._tables.entries:  # the first time, or the tables have been widened
+        graphs = self._kv.device.type == "cuda"
+        if graphs and self._captured is not self._tables.entries:  # the first time, or the tables have been widened
             self._graphs.clear()
             self._captured = self._tables.entries
             self._capture([(size, False) for size in reversed(self._buckets)])
-        if key not in self._graphs:
+        if graphs and key not in self._graphs:
             self._capture([key])
+        if runs is not None:
+            self._groups[:, : bucket + 1] = upload(spread_groups(runs, rows, bucket), self._kv.device)
+        if not graphs:
+            with torch.inference_mode():
+                return self._run(*key)
         self._graphs[key].replay()
         return self._drawn[key]
 
@@ -111,7 +111,7 @@ class DecodeProgram:
         logits = self._model.forward(ids, positions, None, step)
         drawn: Tensor = ops.sample(logits, *state.filters(bucket), self._backend)
         ops.scatter_tokens(rows, drawn, fields["tokens"], fields["lengths"], self._backend)
-        fields["draws"][:bucket] += 1
+        fields["draws"][:bucket] += rows >= 0
         return drawn
 
     def _capture(self, keys: Sequential[tuple[int, bool]]) -> None:
