@@ -86,7 +86,7 @@ class CompiledLayers:
             layer.forward = MethodType(self._forwards[type(layer)], layer)
         try:
             # A model whose layers differ in more than their weights is compiled as often as that.
-            with torch._dynamo.config.patch(recompile_limit=2 * len(self._layers) + 8):  # type: ignore[attr-defined]
+            with torch._dynamo.config.patch(recompile_limit=2 * len(self._layers) + 8):
                 yield
         except torch._dynamo.exc.TorchDynamoException as error:
             raise UnsupportedModelError(
