@@ -3,7 +3,7 @@
     logits                          [B, V]             contiguous rows
     part_score, part_id, part_top   [B, S]             a part's best noisy score, its token, and the largest logit
     bounds, block_masses            [B, N]             of the survey's N blocks: no noisy score is above; with
-                                                       top-p, the mass (unit: ``mass_unit``)
+                                                       top-p, the mass in units of 2^bound
     peaks                           [B, N C]           with top-k or top-p: the largest logit of each cell, C in a block
     masses                          [B, 2, M]          of the second kernel's M blocks: mass before the winner, all mass
     arrivals                        [B]                programs of the long way that are done

@@ -46,16 +46,6 @@ def flip(bits):
 
 
 @triton.jit
-def mass_unit(bound):
-    """The exponent of two in which the survey sums a block's mass, from the bound of the block's scores.
-
-    The bound of the noise is at least 0, and 127 where 23 bits of w are zero: so far below its bound may the block's
-    largest exponent lie. In a unit of 64 below it, neither end of that leaves the range of fp32.
-    """
-    return bound - 64.0
-
-
-@triton.jit
 def raise_best(row, x, tokens, scale, low, high, best, winner):
     """The best score so far and its token, after one more block; and a bound of the block's scores.
 

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from octavo.kernels.triton.sample_list import NOT_DRAWN, draw_short, kth_listed
 from octavo.kernels.triton.sample_noise import row_key
-from octavo.kernels.triton.sample_row import MAX_SCALE, NO_TOKEN, mass_unit, real
+from octavo.kernels.triton.sample_row import MAX_SCALE, NO_TOKEN, real
 from octavo.kernels.triton.sample_walk import kth_of_row, mass_before, next_noisiest, preceding, too_late, weigh
 from octavo.kernels.triton.tiles import LOG2E
 
@@ -22,7 +22,7 @@ def _total(bounds, block_masses, spans, top, scale, BLOCK_N: tl.constexpr):
     span = tl.arange(0, BLOCK_N)
     bound = tl.load(bounds + span, mask=span < spans, other=float("-inf"))
     mass = tl.load(block_masses + span, mask=span < spans, other=0.0)
-    return tl.sum(mass * tl.exp2(tl.fma(top, -scale, mass_unit(bound))))
+    return tl.sum(mass * tl.exp2(tl.fma(top, -scale, bound)))
 
 
 @triton.jit(do_not_specialize=["parts", "share", "most_cells"])

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from octavo.kernels.triton.sample_noise import row_key
-from octavo.kernels.triton.sample_row import MAX_SCALE, NO_TOKEN, load_logits, mass_unit, raise_best, real
+from octavo.kernels.triton.sample_row import MAX_SCALE, NO_TOKEN, load_logits, raise_best, real
 from octavo.kernels.triton.tiles import LOG2E
 
 
@@ -63,12 +63,12 @@ def _noisiest(
 
 @triton.jit
 def _block_mass(x, scale, bound):
-    """The block's mass in units of 2^``mass_unit(bound)``; no second maximum is needed.
+    """The block's mass in units of 2^bound, its bound being that of its scores.
 
-    One rounding (``fma``) leaves an exponent exact, however large the bound. NaN stays in the sum: the row then goes
-    the long way.
+    The largest exponent is at most 5 above the bound and 34 below: no second maximum is needed. One rounding (``fma``)
+    leaves an exponent exact, however large the bound. NaN stays in the sum: the row then goes the long way.
     """
-    unit = tl.where(bound > float("-inf"), mass_unit(bound), 0.0)  # a block of nothing has no mass, and not NaN
+    unit = tl.where(bound > float("-inf"), bound, 0.0)
     return tl.sum(tl.exp2(tl.fma(x, scale, -unit)))
 
 
