@@ -35,29 +35,25 @@ def _append(values, hit, count, listed, CAPACITY: tl.constexpr):
 @triton.jit
 def _list_candidates(
     row,
-    peaks,
-    cells,
+    peak,
     bound,
     vocabulary,
     listed,
     CAPACITY: tl.constexpr,
     CELL: tl.constexpr,
     BLOCK: tl.constexpr,
+    BLOCK_C: tl.constexpr,
 ):
     """List the tokens whose logits reach ``bound``, in the order of their ids, and say how many there are.
 
-    They are looked for in the cells whose ``peaks`` [cells] reach it, which are listed first. ``listed`` is
+    They are looked for in the cells whose ``peak`` [BLOCK_C] reaches it, which are listed first. ``listed`` is
     [2, CAPACITY]: cells, tokens. More than CAPACITY: a list is not complete.
     """
-    reached = tl.full([], 0, tl.int32)
-    for start in range(0, cells, BLOCK):
-        cell = start + tl.arange(0, BLOCK)
-        peak = tl.load(peaks + cell, mask=cell < cells, other=float("-inf")).to(tl.float32)
-        reached = _append(cell, (peak >= bound) & (peak > float("-inf")), reached, listed, CAPACITY)
+    reached = _append(tl.arange(0, BLOCK_C), (peak >= bound) & (peak > float("-inf")), 0, listed, CAPACITY)
     count = reached
     if reached <= CAPACITY:
         tl.debug_barrier()  # listed by other threads of this program; read past the L1
-        count = tl.full([], 0, tl.int32)
+        count = 0
         for start in range(0, reached, BLOCK // CELL):
             i = start + tl.arange(0, BLOCK // CELL)
             cell = tl.load(listed + i, mask=i < reached, other=0, cache_modifier=".cg")
@@ -120,8 +116,7 @@ def _draw_listed(
 @triton.jit
 def draw_short(
     row,
-    peaks,
-    cells,
+    peak,
     bound,
     partial,
     vocabulary,
@@ -139,13 +134,14 @@ def draw_short(
     CAPACITY: tl.constexpr,
     CELL: tl.constexpr,
     BLOCK: tl.constexpr,
+    BLOCK_C: tl.constexpr,
 ):
     """The token that is drawn, if a list of those that reach ``bound`` tells; else NOT_DRAWN.
 
     With top-k (``limited``) the bound leaves the k largest in. Without, what is kept ends where the mass reaches
     ``goal``: the list holds the row's winner and all before it, or is ``partial`` and has to reach the goal itself.
     """
-    count = _list_candidates(row, peaks, cells, bound, vocabulary, listed, CAPACITY, CELL, BLOCK)
+    count = _list_candidates(row, peak, bound, vocabulary, listed, CAPACITY, CELL, BLOCK, BLOCK_C)
     listed += CAPACITY
     drawn = tl.full([], NOT_DRAWN, tl.int32)
     if count <= CAPACITY // FEW:

@@ -13,19 +13,20 @@ from octavo.kernels.triton.sample_walk import kth_of_row, mass_before, next_nois
 from octavo.kernels.triton.tiles import LOG2E
 
 LEAST_SHARE = tl.constexpr(1e-30)  # a top-p of 0 keeps the first token, too
-PROMISING = tl.constexpr(0.96)  # of the goal, in peaks alone: the other tokens beside them mostly make up the rest
+PROMISING = tl.constexpr(0.75)  # of the goal in peaks alone: with the other tokens above them it is likely reached
 
 
 @triton.jit
-def _total(bounds, block_masses, spans, top, scale, BLOCK_N: tl.constexpr):
-    """Mass of the whole row, in units of the first token's, from what the survey left of its blocks."""
-    span = tl.arange(0, BLOCK_N)
-    bound = tl.load(bounds + span, mask=span < spans, other=float("-inf"))
-    mass = tl.load(block_masses + span, mask=span < spans, other=0.0)
+def _total(bounds, grains, spans, top, scale, GRAIN: tl.constexpr, SPAN: tl.constexpr, BLOCK_G: tl.constexpr):
+    """Mass of the whole row, in units of the first token's, from what the survey left of its grains."""
+    grain = tl.arange(0, BLOCK_G)
+    inside = grain < spans * (SPAN // GRAIN)
+    bound = tl.load(bounds + grain // (SPAN // GRAIN), mask=inside, other=float("-inf"))
+    mass = tl.load(grains + grain, mask=inside, other=0.0)
     return tl.sum(mass * tl.exp2(tl.fma(top, -scale, bound)))
 
 
-@triton.jit(do_not_specialize=["parts", "share", "most_cells"])
+@triton.jit(do_not_specialize=["parts", "share"])
 def settle_kernel(
     logits,
     temperature,
@@ -38,7 +39,7 @@ def settle_kernel(
     part_id,
     part_top,
     bounds,
-    block_masses,
+    grains,
     peaks,
     masses,
     arrivals,
@@ -48,20 +49,22 @@ def settle_kernel(
     vocabulary,
     parts,
     share,
-    most_cells,
     LOW_BITS: tl.constexpr,
     CAPACITY: tl.constexpr,
     CELL: tl.constexpr,
+    GRAIN: tl.constexpr,
     SPAN: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    BLOCK_G: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """SPAN is the survey's BLOCK. Powers of two hold its blocks, and so its parts (BLOCK_N), the blocks of this kernel
-    (BLOCK_M) and the cells of a row (BLOCK_C): they follow from the vocabulary, so that every batch runs this code."""
+    (BLOCK_M), the cells of a row (BLOCK_C) and its grains (BLOCK_G): they follow from the vocabulary, so that every
+    batch runs this code."""
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
     worker = tl.program_id(0)
@@ -90,11 +93,10 @@ def settle_kernel(
     blocks = tl.cdiv(vocabulary, BLOCK)
     spans = tl.cdiv(vocabulary, SPAN)
     bounds += b * spans
-    block_masses += b * spans
+    grains += b.to(tl.int64) * spans * (SPAN // GRAIN)
+    peaks += b.to(tl.int64) * spans * (SPAN // CELL)
     masses += b * 2 * blocks
     listed += b.to(tl.int64) * 2 * CAPACITY
-    cells = spans * (SPAN // CELL)
-    peaks += b.to(tl.int64) * cells
     scale = tl.minimum(1 / heat * LOG2E, MAX_SCALE)
     low, high = row_key(seeds, draws, b)
     x = real(tl.load(row + winner).to(tl.float32))
@@ -104,25 +106,24 @@ def settle_kernel(
     drawn = tl.full([], NOT_DRAWN, tl.int32)
     if limited | weighed:
         cell = tl.arange(0, BLOCK_C)
-        peak = tl.load(peaks + cell, mask=cell < cells, other=float("-inf")).to(tl.float32)
+        peak = tl.load(peaks + cell, mask=cell < spans * (SPAN // CELL), other=float("-inf")).to(tl.float32)
         top = tl.max(peak)
         goal = 0.0
         if weighed:
-            total = _total(bounds, block_masses, spans, top, scale, BLOCK_N)
+            total = _total(bounds, grains, spans, top, scale, GRAIN, SPAN, BLOCK_G)
             goal = tl.maximum(p, LEAST_SHARE) * total
             short = (total >= 0.5) & (total < float("inf"))  # not with NaN, infinities, or a scale beyond fp32
         bound = x
-        partial = weighed & (tl.sum((peak >= x).to(tl.int32)) > most_cells)
+        partial = weighed & (tl.sum((peak >= x).to(tl.int32)) > CAPACITY // 2)
         if limited | partial:
-            bound = kth_listed(peak, tl.where(limited, k, most_cells), LOW_BITS)
+            bound = kth_listed(peak, tl.where(limited, k, CAPACITY // 2), LOW_BITS)
         if partial:
             seen = tl.sum(tl.where(peak >= bound, tl.exp2((peak - top) * scale), 0.0))
             short = short & (seen >= goal * PROMISING)
         if short & (worker == 0):
             drawn = draw_short(
                 row,
-                peaks,
-                cells,
+                peak,
                 bound,
                 partial,
                 vocabulary,
@@ -140,6 +141,7 @@ def settle_kernel(
                 CAPACITY,
                 CELL,
                 BLOCK,
+                BLOCK_C,
             )
     if drawn != NOT_DRAWN:
         tl.store(out + b, drawn.to(tl.int64))

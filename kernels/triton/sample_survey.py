@@ -21,15 +21,16 @@ def _noisiest(
     low,
     high,
     bounds,
-    block_masses,
+    grains,
     peaks,
     CELL: tl.constexpr,
+    GRAIN: tl.constexpr,
     WEIGHED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Of blocks ``first`` to ``last``: best score and its token, and the largest logit. Leaves the blocks' ``bounds``.
 
-    WEIGHED: leaves the mass of the blocks and the peaks of the cells, too, but does not look for the largest logit.
+    WEIGHED: leaves the mass of the grains and the peaks of the cells, too, but does not look for the largest logit.
     The loop asks for the next block before it works on the present one; Triton would not, around an inner loop.
     """
     best = float("-inf")
@@ -44,7 +45,7 @@ def _noisiest(
             best, winner, bound = raise_best(row, x, block * BLOCK + lanes, scale, low, high, best, winner)
             tl.store(bounds + block, bound)
             if WEIGHED:
-                tl.store(block_masses + block, _block_mass(x, scale, bound))
+                _store_grains(grains, block, x, scale, bound, GRAIN, BLOCK)
                 _store_peaks(peaks, block, x, CELL, BLOCK)
             else:
                 tops = tl.maximum(tops, x)
@@ -54,7 +55,7 @@ def _noisiest(
         best, winner, bound = raise_best(row, x, whole * BLOCK + lanes, scale, low, high, best, winner)
         tl.store(bounds + whole, bound)
         if WEIGHED:
-            tl.store(block_masses + whole, _block_mass(x, scale, bound))
+            _store_grains(grains, whole, x, scale, bound, GRAIN, BLOCK)
             _store_peaks(peaks, whole, x, CELL, BLOCK)
         else:
             tops = tl.maximum(tops, x)
@@ -62,14 +63,17 @@ def _noisiest(
 
 
 @triton.jit
-def _block_mass(x, scale, bound):
-    """The block's mass in units of 2^bound, its bound being that of its scores.
+def _store_grains(grains, block, x, scale, bound, GRAIN: tl.constexpr, BLOCK: tl.constexpr):
+    """To ``grains`` [blocks, BLOCK / GRAIN]: the mass of each, in units of 2^bound.
 
-    The largest exponent is at most 5 above the bound and 34 below: no second maximum is needed. One rounding (``fma``)
-    leaves an exponent exact, however large the bound. NaN stays in the sum: the row then goes the long way.
+    The block's largest exponent is at most 5 above its bound and at most 34 below: neither overflows, and no second
+    maximum is needed. One rounding (``fma``) leaves the exponent exact, however large the bound. A grain lies in one
+    warp: its sum needs no barrier.
     """
     unit = tl.where(bound > float("-inf"), bound, 0.0)
-    return tl.sum(tl.exp2(tl.fma(x, scale, -unit)))
+    weights = tl.exp2(tl.fma(x, scale, -unit))
+    grain = tl.arange(0, BLOCK // GRAIN)
+    tl.store(grains + block * (BLOCK // GRAIN) + grain, tl.sum(tl.reshape(weights, [BLOCK // GRAIN, GRAIN]), 1))
 
 
 @triton.jit
@@ -126,13 +130,14 @@ def survey_kernel(
     part_id,
     part_top,
     bounds,
-    block_masses,
+    grains,
     peaks,
     arrivals,
     row_stride,
     vocabulary,
     share,
     CELL: tl.constexpr,
+    GRAIN: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -148,7 +153,7 @@ def survey_kernel(
     first = part * share
     last = tl.minimum(first + share, blocks)
     bounds += b * blocks
-    block_masses += b * blocks
+    grains += b.to(tl.int64) * blocks * (BLOCK // GRAIN)
     peaks += b.to(tl.int64) * blocks * (BLOCK // CELL)
     if part == 0:
         tl.store(arrivals + b, 0)
@@ -161,11 +166,11 @@ def survey_kernel(
         scale = tl.minimum(1 / heat * LOG2E, MAX_SCALE)
         if tl.load(top_p + b) < 1:
             best, winner, top = _noisiest(
-                row, first, last, vocabulary, scale, low, high, bounds, block_masses, peaks, CELL, True, BLOCK
+                row, first, last, vocabulary, scale, low, high, bounds, grains, peaks, CELL, GRAIN, True, BLOCK
             )
         else:
             best, winner, top = _noisiest(
-                row, first, last, vocabulary, scale, low, high, bounds, block_masses, peaks, CELL, False, BLOCK
+                row, first, last, vocabulary, scale, low, high, bounds, grains, peaks, CELL, GRAIN, False, BLOCK
             )
     else:
         top, winner = _largest(row, first, last, vocabulary, BLOCK, STAGES)

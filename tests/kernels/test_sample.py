@@ -216,30 +216,6 @@ def test_how_a_row_is_divided_leaves_no_trace(target):
     check(drawn[0], rows)
 
 
-NUCLEI = {  # the largest of 400 logits, by place; the rest have about exp(-6) of their weight each
-    "within a few tokens": [3],
-    "within one list": [5, 80, 81, 120, 200, 201, 202, 330],
-    "more tokens than a list holds, in few cells": range(100, 124),
-    "tokens of few and of many cells": [*range(100, 112), *range(200, 400, 20)],
-    "flat": range(400),
-}
-
-
-@pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize("target", TARGETS, ids="-".join)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("places", NUCLEI.values(), ids=NUCLEI)
-def test_winners_before_and_behind_the_end_of_the_nucleus(target, dtype, places):
-    """A list of 16 tokens holds the nucleus or does not, and the winner of all lies in the list or does not."""
-    generator = torch.Generator().manual_seed(5)
-    count = 12
-    logits = torch.randn(count, 400, generator=generator) * 0.5
-    logits[:, list(places)] += 6
-    rows = Rows(logits.to(dtype), top_p=[0.3, 0.6, 0.9, 0.95] * 3, temperature=[1.0] * 4 + [1.3] * 4 + [2.0] * 4)
-    rows.logits[-1, 7] = NAN
-    check(rows.sample(target), rows)
-
-
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("target", TARGETS, ids="-".join)
 def test_a_long_walk(target):
