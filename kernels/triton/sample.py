@@ -76,37 +76,33 @@ def sample(
     settle = settings.launch("sample_settle", key, logits.device)
     spans, parts, survey_share = _divided(vocabulary, batch, survey, logits.device)
     blocks, workers, settle_share = _divided(vocabulary, batch, settle, logits.device)
-    grain = survey["BLOCK"] // survey["num_warps"]  # what a warp holds of a block
-    cells, grains = spans * (survey["BLOCK"] // survey["CELL"]), spans * survey["num_warps"]
+    cells = spans * (survey["BLOCK"] // survey["CELL"])
     overlap = overlaps_launches(logits.device)
 
-    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=logits.device)
+    def floats(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=logits.device)
 
-    part_score, part_top = empty(2, batch, parts)
-    part_id = empty(batch, parts, dtype=torch.int32)
-    bounds, grain_masses, peaks = empty(batch, spans), empty(batch, grains), empty(batch, cells, dtype=logits.dtype)
-    masses = empty(batch, 2, blocks)
-    arrivals, listed = empty(batch, dtype=torch.int32), empty(batch, 2, settle["CAPACITY"], dtype=torch.int32)
+    def ints(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=logits.device)
+
+    part_score, part_top = floats(2, batch, parts)
+    summary, masses = floats(batch, cells), floats(batch, 2, blocks)
+    part_id, counters, listed = ints(batch, parts), ints(batch, 4), ints(batch, 2, settle["CAPACITY"])
     survey_kernel[parts, batch](
         logits,
         temperature,
         top_k,
-        top_p,
         seeds,
         draws,
         part_score,
         part_id,
         part_top,
-        bounds,
-        grain_masses,
-        peaks,
-        arrivals,
+        summary,
+        counters,
         logits.stride(0),
         vocabulary,
         survey_share,
         CELL=survey["CELL"],
-        GRAIN=grain,
         BLOCK=survey["BLOCK"],
         STAGES=survey["STAGES"],
         num_warps=survey["num_warps"],
@@ -124,11 +120,9 @@ def sample(
         part_score,
         part_id,
         part_top,
-        bounds,
-        grain_masses,
-        peaks,
+        summary,
         masses,
-        arrivals,
+        counters,
         listed,
         out,
         logits.stride(0),
@@ -138,14 +132,12 @@ def sample(
         LOW_BITS=LOW_BITS[logits.dtype],
         CAPACITY=settle["CAPACITY"],
         CELL=survey["CELL"],
-        GRAIN=grain,
         SPAN=survey["BLOCK"],
         BLOCK=settle["BLOCK"],
         STAGES=settle["STAGES"],
         BLOCK_N=triton.next_power_of_2(spans),
         BLOCK_M=triton.next_power_of_2(blocks),
         BLOCK_C=triton.next_power_of_2(cells),
-        BLOCK_G=triton.next_power_of_2(grains),
         num_warps=settle["num_warps"],
         maxnreg=settle["maxnreg"],
         OVERLAP=overlap,

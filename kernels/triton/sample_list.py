@@ -9,8 +9,8 @@ import triton.language as tl
 from octavo.kernels.triton.sample_noise import hashes, log2_exponentials
 from octavo.kernels.triton.sample_row import LOWEST_KEY, NO_TOKEN, comes_before, flip
 
-FEW = tl.constexpr(8)  # most lists fill less than this part of their room
-NOT_DRAWN = tl.constexpr(-1)
+FIXED_POINT = tl.constexpr(2.0**40)
+CELLS, TOKENS, ARRIVED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # the counters of a row
 
 
 @triton.jit
@@ -25,35 +25,36 @@ def kth_listed(x, k, LOW_BITS: tl.constexpr):
 
 
 @triton.jit
-def _append(values, hit, count, listed, CAPACITY: tl.constexpr):
-    """List the values that hit behind the first ``count``, in their order, as far as they fit; gives the new count."""
-    at = count + tl.cumsum(hit.to(tl.int32), 0)
-    tl.store(listed + at - 1, values, mask=hit & (at <= CAPACITY))
-    return tl.max(at)
+def _append(values, hit, counter, listed, CAPACITY: tl.constexpr):
+    """List the values that hit, as far as they fit, in no fixed order; ``counter`` counts them all."""
+    at = tl.atomic_add(counter + tl.zeros_like(values), 1, mask=hit, sem="relaxed", scope="cta")
+    tl.store(listed + at, values, mask=hit & (at < CAPACITY))
+    tl.debug_barrier()  # the list is read by other threads of this program
 
 
 @triton.jit
-def _list_candidates(
+def shortlist(
     row,
-    peak,
-    bound,
+    peaks,
+    cells,
     vocabulary,
+    k,
+    counters,
     listed,
+    LOW_BITS: tl.constexpr,
     CAPACITY: tl.constexpr,
     CELL: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """List the tokens whose logits reach ``bound``, in the order of their ids, and say how many there are.
-
-    They are looked for in the cells whose ``peak`` [BLOCK_C] reaches it, which are listed first. ``listed`` is
-    [2, CAPACITY]: cells, tokens. More than CAPACITY: a list is not complete.
-    """
-    reached = _append(tl.arange(0, BLOCK_C), (peak >= bound) & (peak > float("-inf")), 0, listed, CAPACITY)
-    count = reached
+    """List tokens that are sure to hold the k largest; gives the largest logit and how many are listed."""
+    at = tl.arange(0, BLOCK_C)
+    peak = tl.load(peaks + at, mask=at < cells, other=float("-inf"))
+    bound = kth_listed(peak, k, LOW_BITS)
+    _append(at, (peak >= bound) & (peak > float("-inf")), counters + CELLS, listed, CAPACITY)
+    reached = tl.load(counters + CELLS, volatile=True)
+    count = CAPACITY + 1
     if reached <= CAPACITY:
-        tl.debug_barrier()  # listed by other threads of this program; read past the L1
-        count = 0
         for start in range(0, reached, BLOCK // CELL):
             i = start + tl.arange(0, BLOCK // CELL)
             cell = tl.load(listed + i, mask=i < reached, other=0, cache_modifier=".cg")
@@ -61,95 +62,34 @@ def _list_candidates(
             inside = (i < reached)[:, None] & (tokens < vocabulary)
             x = tl.load(row + tokens, mask=inside, other=float("-inf")).to(tl.float32)
             hit = (x >= bound) & (x > float("-inf"))
-            count = _append(tl.reshape(tokens, [BLOCK]), tl.reshape(hit, [BLOCK]), count, listed + CAPACITY, CAPACITY)
-        tl.debug_barrier()
-    return count
+            _append(tokens, hit, counters + TOKENS, listed + CAPACITY, CAPACITY)
+        count = tl.load(counters + TOKENS, volatile=True)
+    return tl.max(peak), count
 
 
 @triton.jit
-def _draw_listed(
-    row,
-    listed,
-    count,
-    scale,
-    low,
-    high,
-    top,
-    k,
-    p,
-    floor,
-    goal,
-    limited,
-    partial,
-    LOW_BITS: tl.constexpr,
-    CAPACITY: tl.constexpr,
-):
-    """The token drawn from the ``count`` listed ones; NOT_DRAWN if a ``partial`` list does not reach the goal."""
+def draw_listed(row, listed, count, scale, low, high, top, k, p, floor, LOW_BITS: tl.constexpr, CAPACITY: tl.constexpr):
+    """The token drawn from the ``count`` listed ones, under top-k and the other filters."""
     at = tl.arange(0, CAPACITY)
-    tokens = tl.load(listed + at, mask=at < count, other=0, cache_modifier=".cg")
+    tokens = tl.load(listed + at, mask=at < count, other=0)
     x = tl.load(row + tokens, mask=at < count, other=float("-inf")).to(tl.float32)
-    weights = tl.exp2((x - top) * scale)
-    weights = tl.where(at < count, weights, 0.0)  # also where the top is minus infinity, and their difference NaN
-    least = floor
-    if limited:
-        kth = kth_listed(x, k, LOW_BITS)
-        least = tl.maximum(kth, floor)
-        larger = x > kth
-        ties = k - tl.sum(larger.to(tl.int32))
-        goal = p * (tl.sum(tl.where(larger, weights, 0.0)) + ties * tl.exp2((kth - top) * scale))
-    cut = (partial == 0) | (tl.sum(weights) >= goal)
+    kth = kth_listed(x, k, LOW_BITS)
+    weights = (tl.exp2((x - top) * scale) * FIXED_POINT).to(tl.int64)
+    tie = (tl.exp2((kth - top) * scale) * FIXED_POINT).to(tl.int64)
+    larger = x > kth
+    ties = k - tl.sum(larger.to(tl.int32))
+    goal = p * (tl.sum(tl.where(larger, weights, 0)) + ties * tie).to(tl.float32)
 
     scores = x * scale - log2_exponentials(hashes(tokens, low, high))
-    scores = tl.where(x >= least, scores, float("-inf"))
-    winner = tl.full([], NOT_DRAWN, tl.int32)
+    scores = tl.where(x >= tl.maximum(kth, floor), scores, float("-inf"))
+    winner = 0
+    cut = count >= 0
     while cut:
         best = tl.max(scores)
         winner = tl.min(tl.where(scores == best, tokens, NO_TOKEN))
         before = comes_before(x, tokens, tl.load(row + winner).to(tl.float32), winner)
         preceding = tl.sum(before.to(tl.int32))
-        mass = tl.sum(tl.where(before, weights, 0.0))
-        cut = (preceding > 0) & ((limited & (preceding >= k)) | ((p < 1) & (mass >= goal)))
+        mass = tl.sum(tl.where(before, weights, 0)).to(tl.float32)
+        cut = (preceding > 0) & ((preceding >= k) | ((p < 1) & (mass >= goal)))
         scores = tl.where(before, scores, float("-inf"))
     return winner
-
-
-@triton.jit
-def draw_short(
-    row,
-    peak,
-    bound,
-    partial,
-    vocabulary,
-    scale,
-    low,
-    high,
-    top,
-    k,
-    p,
-    floor,
-    goal,
-    limited,
-    listed,
-    LOW_BITS: tl.constexpr,
-    CAPACITY: tl.constexpr,
-    CELL: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
-    """The token that is drawn, if a list of those that reach ``bound`` tells; else NOT_DRAWN.
-
-    With top-k (``limited``) the bound leaves the k largest in. Without, what is kept ends where the mass reaches
-    ``goal``: the list holds the row's winner and all before it, or is ``partial`` and has to reach the goal itself.
-    """
-    count = _list_candidates(row, peak, bound, vocabulary, listed, CAPACITY, CELL, BLOCK, BLOCK_C)
-    listed += CAPACITY
-    drawn = tl.full([], NOT_DRAWN, tl.int32)
-    if count <= CAPACITY // FEW:
-        drawn = _draw_listed(
-            row, listed, count, scale, low, high, top, k, p, floor, goal, limited, partial, LOW_BITS, CAPACITY // FEW
-        )
-    elif count <= CAPACITY:
-        drawn = _draw_listed(
-            row, listed, count, scale, low, high, top, k, p, floor, goal, limited, partial, LOW_BITS, CAPACITY
-        )
-    return drawn
