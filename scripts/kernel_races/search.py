@@ -150,7 +150,7 @@ SPACES: dict[str, dict[str, Space]] = {
         "2": Space(
             {
                 "BLOCK": (1024, 2048, 4096, 8192),
-                "CAPACITY": (2048, 4096, 8192),
+                "CAPACITY": (256, 512, 1024, 2048),
                 "STAGES": (2, 3, 4),
                 "maxnreg": (64, 80, 128),
                 "num_warps": (8, 16),
