@@ -17,7 +17,7 @@ from octavo.core.config import EngineConfig, SamplingParams
 from octavo.core.detokenizer import Detokenizer
 from octavo.core.encoding.encoded_items import EncodedItems
 from octavo.core.encoding.items import image_encoder, with_image_pages
-from octavo.core.errors import BatchError, CapacityError
+from octavo.core.errors import BatchError
 from octavo.core.execution.sampler import sample, token_logprobs
 from octavo.core.execution.step_runner import Flight, Row, StepRunner
 from octavo.core.hf_model import HFModel, load
@@ -37,7 +37,8 @@ from octavo.core.policies import ALLOCATORS
 from octavo.core.prompts import Prompt, PromptReader
 from octavo.core.requests import new_request, validate_method
 from octavo.core.scheduler import Scheduler, StepPlan
-from octavo.core.sequence import Request
+from octavo.core.scoring import score_many
+from octavo.core.sequence import NEVER, Request
 from octavo.core.sequence import Sequence as TokenSequence
 from octavo.core.session import Session
 from octavo.core.shared_list import SharedList
@@ -326,19 +327,20 @@ class Engine:
                 sequence.tokens.append(token)
             else:
                 sequence.tokens.replace_last(token)
-            self._runner.account_decoded(chunk)
-            self._publish(sequence)
+            if sequence.computed >= sequence.full_at:
+                self._publish(sequence)
             self._undelivered.append(self._take(sequence, token))
 
     def _pass(self, plan: StepPlan) -> None:
         """Compute a plan, publish what it filled and take the tokens it yields; news go to ``_undelivered``."""
         self._runner.queue_copies(plan.copies)
-        for request, error in self._items.encode(plan.chunks):
-            self._abort(request, error)
-        plan.chunks = [chunk for chunk in plan.chunks if chunk.sequence.finish_reason is None]
-        if not plan.chunks:
-            return
-        if self._runner.replays(plan):
+        if not plan.ahead:
+            for request, error in self._items.encode(plan.chunks):
+                self._abort(request, error)
+            plan.chunks = [chunk for chunk in plan.chunks if chunk.sequence.finish_reason is None]
+            if not plan.chunks:
+                return
+        if plan.ahead or self._runner.replays(plan):
             self._flight = self._runner.launch(plan, self._scheduler)
             self._steps += 1
             for chunk in plan.chunks:
@@ -416,30 +418,7 @@ class Engine:
 
     def score_many(self, items: Sequence[tuple[Prompt, str | list[int], SparseMethod | None]]) -> list[list[float]]:
         """``score`` for several (prompt, target, method) at once, batched."""
-        requests = []
-        params = SamplingParams(max_tokens=1, seed=self.config.seed)
-        for prompt, target, method in items:
-            prefix, segments = self._prompts.read_segments(prompt)
-            forced = self._prompts.read(target, continues=True)
-            layout = self._text.extended(0, segments)
-            request = new_request(self, prefix, params, None, method, 0, None, len(forced), layout)
-            requests.append((request, forced))
-        for request, forced in requests:
-            sequence = TokenSequence(request, 0, SharedList(request.prompt, forced), self._pool, self._plan)
-            sequence.forced = True
-            sequence.logprobs_from = len(request.prompt)
-            self._enter(request, sequence)
-            self._scheduler.add(sequence)
-        self.finish([request.request_id for request, _ in requests])
-        scores = []
-        for request, forced in requests:
-            if request.sequences[0].finish_reason != "stop":
-                said = capacity_report.not_scored(len(request.prompt), len(forced), self._pool)
-                raise request.error or CapacityError(said)
-            known = request.sequences[0].known_logprobs
-            positions = range(len(request.prompt), len(request.prompt) + len(forced))
-            scores.append([known[at][token] for at, token in zip(positions, forced, strict=True)])
-        return scores
+        return score_many(self, items)
 
     def session(self, prompt: Prompt = "", *, method: SparseMethod | None = None, salt: str | None = None) -> Session:
         """A growing conversation whose pages stay between turns; see ``Session``."""
@@ -484,9 +463,11 @@ class Engine:
     def _publish(self, sequence: TokenSequence) -> None:
         """Make the pages that a step has filled findable."""
         if not self.config.prefix_cache:
+            sequence.full_at = NEVER
             return
         index, request = self._pool.index, sequence.request
         done, full = len(sequence.nodes), sequence.layout.full_pages(sequence.computed)
+        sequence.full_at = sequence.layout.end_token(full)
         if full == done:
             return
         keys = sequence.keys(full)
@@ -568,8 +549,8 @@ class Engine:
 
     def _take(self, sequence: TokenSequence, token: int) -> StepOutput:
         """Make news of a drawn token, and end the sample if it is the last."""
-        params = sequence.request.params
-        enough = sequence.generated >= params.min_tokens
+        params, generated = sequence.request.params, sequence.generated
+        enough = generated >= params.min_tokens
         ends = enough and (token in params.stop_token_ids or (token in self._eos and not params.ignore_eos))
         text = ""
         if sequence.detokenizer is not None and (not ends or params.include_stop):
@@ -577,7 +558,7 @@ class Engine:
         reason = None
         if ends or (sequence.detokenizer is not None and sequence.detokenizer.stopped):
             reason = "stop"
-        elif sequence.generated == params.max_tokens or len(sequence.tokens) == self._max_tokens:
+        elif generated == params.max_tokens or len(sequence.tokens) == self._max_tokens:
             reason = "length"
         if reason is None:
             return StepOutput(sequence.request.request_id, sequence.sample, [token], text)

@@ -34,12 +34,17 @@ class Chunk:
 @dataclass
 class StepPlan:
     """What one step computes. ``copies`` are (source, destination) units int32 [k, 2] of a page each, to be copied in
-    order before the pass; ``stranded`` sequences are alone and still do not fit."""
+    order before the pass; ``stranded`` sequences are alone and still do not fit.
+
+    ``ahead``: made while the tokens of the step before are not known yet; then ``grown`` are the only sequences whose
+    tables have changed since that step."""
 
     chunks: list[Chunk] = field(default_factory=list)
     copies: list[Units] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
     stranded: list[Sequence] = field(default_factory=list)
+    ahead: bool = False
+    grown: list[Sequence] = field(default_factory=list)
 
     @property
     def tokens(self) -> int:
@@ -154,7 +159,7 @@ class Scheduler:
         assert self.recorder is None, "it takes down tokens, and some are not known yet"
         self._step += 1
         self._pool.book.clock = self._step
-        plan = StepPlan()
+        plan = StepPlan(ahead=True)
         windowed = any(group.window for group in self._plan.groups)
         for sequence in sequences:
             if sequence.computed < sequence.writable and not windowed:
@@ -162,6 +167,7 @@ class Scheduler:
                 sequence.served_at = self._step
             else:
                 self._serve(sequence, 1, plan)
+                plan.grown.append(sequence)
         return plan
 
     def add(self, sequence: Sequence) -> None:

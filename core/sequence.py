@@ -106,6 +106,8 @@ class Sequence:
     ``computed`` tokens have their KV in the pool. The scheduler lets it chase ``goal``; when it gets there the next
     token is drawn. ``tables`` are its block tables, one for each group of layers; all have the same number of pages.
     ``nodes`` are the prefix-cache nodes of its first pages, as far as they are full.
+    Tokens before ``writable`` have their place in pages that nobody else holds, so far as they are not computed. With
+    ``full_at`` computed tokens the first page is full that has no node yet; 0 is not worked out.
 
     Under a sparse method the tokens in ``sparse_spans`` are computed one at a time, each with its own selection, so
     that recomputing them after a preemption gives the KV that decoding gave. From the first of them on, the KV is
@@ -119,7 +121,7 @@ class Sequence:
         self.tables = [BlockTable(pool, group.slices) for group in plan.groups]
         self._groups = plan.groups
         self.computed = 0
-        self.writable = 0
+        self.writable = self.full_at = 0
         self.served_at = -1
         self.sparse_spans: list[SparseSpan] = []
         if request.method is not None:
@@ -296,7 +298,7 @@ class Sequence:
                 return
         for table in self.tables:
             table.truncate(pages)
-        self.computed, self.writable = tokens, 0
+        self.computed, self.writable, self.full_at = tokens, 0, 0
         self.nodes = SharedList(self.nodes[:pages])
         self._keys = SharedList(self._keys[:pages])
 
@@ -304,7 +306,7 @@ class Sequence:
         """Give every page back; the tokens stay and will be computed again, or found in the prefix cache."""
         for table in self.tables:
             table.release()
-        self.computed = self.writable = 0
+        self.computed = self.writable = self.full_at = 0
         self.nodes = SharedList()
 
 

@@ -29,8 +29,8 @@ from torch import Tensor
 
 from octavo.core.execution.attention import DecodeGroup, PagedStep
 from octavo.core.execution.decode_state import DecodeState
+from octavo.core.execution.device_tables import DeviceTables
 from octavo.core.hf_model import HFModel
-from octavo.core.memory.device_tables import DeviceTables
 from octavo.core.memory.layer_groups import LayerPlan
 from octavo.core.uploads import upload
 from octavo.kernels import ops

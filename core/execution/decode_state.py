@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.core.memory.device_tables import DeviceTables
+from octavo.core.execution.device_tables import DeviceTables
 from octavo.core.scheduler import Chunk
 from octavo.core.sequence import Sequence
 from octavo.core.uploads import upload

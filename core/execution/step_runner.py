@@ -12,14 +12,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.core.config import EngineConfig
-from octavo.core.costs import dense_units
 from octavo.core.encoding.encoded_items import EncodedItems
 from octavo.core.execution.attention import DecodeGroup, PagedStep, PrefillGroup
 from octavo.core.execution.decode_program import DecodeProgram
+from octavo.core.execution.device_tables import DeviceTables
 from octavo.core.execution.page_view import StepPages
 from octavo.core.hf_model import HFModel
 from octavo.core.interfaces import SparseMethod
-from octavo.core.memory.device_tables import DeviceTables
 from octavo.core.memory.digests import DigestStore
 from octavo.core.memory.host_tier import HostTier
 from octavo.core.memory.layer_groups import LayerPlan
@@ -137,10 +136,14 @@ class StepRunner:
         program, chunks = self._program, plan.chunks
         assert program is not None
         try:
-            self._make_ready(scheduler)
-            last = max(self._tables.row(chunk.sequence) for chunk in chunks)
-            if program.bucket(last + 1) > program.bucket(len(chunks)) and (moves := self._tables.close_gaps()):
-                program.state.move(moves)
+            if plan.ahead and not plan.copies and self._host is None:
+                self._tables.update(plan.grown)
+            else:
+                self._make_ready(scheduler)
+            if self._bucket_of(chunks) > program.bucket(len(chunks)):
+                self._tables.sync(scheduler.running)  # whoever has ended leaves a row free
+                if moves := self._tables.close_gaps():
+                    program.state.move(moves)
             rows = program.state.bring_in(chunks, self._tables)
             shared = None
             if self._runs is not None:
@@ -154,20 +157,30 @@ class StepRunner:
             self.kv_bytes_spared += layers * shared.spared * self._row_bytes
         return Flight(chunks, rows, drawn)
 
+    def _bucket_of(self, chunks: list[Chunk]) -> int:
+        assert self._program is not None
+        return self._program.bucket(1 + max(self._tables.row(chunk.sequence) for chunk in chunks))
+
     def land(self, flight: Flight) -> list[int]:
         """The tokens of a flight, a chunk each, once the device has drawn them."""
+        self._account_flight(flight)
         drawn = flight.drawn.wait().tolist()
         return [drawn[row] for row in flight.rows]
 
-    def account_decoded(self, chunk: Chunk) -> None:
-        """Add what a token that the program has decoded read to its sequence: whole tables, in closed form."""
-        sequence = chunk.sequence
-        if chunk.start < len(sequence.request.prompt):
-            return
+    def _account_flight(self, flight: Flight) -> None:
+        """Add what each token that the program has decoded read to its sequence: whole tables, in closed form."""
         unit_tokens = self.kv.shape[4]
-        units = sum(n * dense_units(chunk.end, window, unit_tokens) for window, n in self._windows.items())
-        sequence.decode_steps += 1
-        sequence.kv_bytes_read += units * unit_tokens * self._row_bytes
+        ends = np.array([chunk.end for chunk in flight.chunks])
+        units = np.zeros_like(ends)
+        for window, layers in self._windows.items():  # as ``costs.dense_units``
+            unseen = np.maximum(ends - window, 0) // unit_tokens if window else 0
+            units += layers * (-(-ends // unit_tokens) - unseen)
+        read = (units * (unit_tokens * self._row_bytes)).tolist()
+        for chunk, nbytes in zip(flight.chunks, read, strict=True):
+            sequence = chunk.sequence
+            if chunk.start >= len(sequence.request.prompt) and sequence.finish_reason is None:
+                sequence.decode_steps += 1
+                sequence.kv_bytes_read += nbytes
 
     @property
     def digest_bytes(self) -> int:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from octavo.core import SamplingParams
-from octavo.core.memory.device_tables import DeviceTables
+from octavo.core.execution.device_tables import DeviceTables
 from octavo.core.memory.page_layout import PageLayout, Segment
 from octavo.core.memory.prefix_cache import root_key
 from octavo.core.policies import FixedPages

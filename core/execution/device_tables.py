@@ -34,13 +34,12 @@ class DeviceTables:
     def sync(self, running: Iterable[Sequence]) -> None:
         """Give every running sequence a row, and bring the rows up to date."""
         running = list(running)
+        self._seat(running)
+        self.update(running)
+
+    def _seat(self, running: list[Sequence]) -> None:
         for sequence in self._rows.keys() - set(running):
             heappush(self._free, self._rows.pop(sequence))
-        what: list[NDArray[np.int64]] = []
-        valid: list[NDArray[np.int32]] = []
-        where: list[NDArray[np.int64]] = []
-        written = []
-        self._widen(max((s.layout.first_entry(s.table.n_pages) for s in running), default=0))
         for sequence in running:
             if sequence not in self._rows:
                 self._rows[sequence] = heappop(self._free)
@@ -48,6 +47,16 @@ class DeviceTables:
                     self.unit_pos[self._rows[sequence]] = self._logical(sequence.layout.unit_tokens)
                 for table in sequence.tables:
                     table.stale_from = 0
+
+    def update(self, sequences: Iterable[Sequence]) -> None:
+        """Write what differs in the rows of some sequences, whose tables are the only ones that have changed."""
+        stale = [s for s in sequences if any(table.stale_from < table.n_pages for table in s.tables)]
+        what: list[NDArray[np.int64]] = []
+        valid: list[NDArray[np.int32]] = []
+        where: list[NDArray[np.int64]] = []
+        written = []
+        self._widen(max((s.layout.first_entry(s.table.n_pages) for s in stale), default=0))
+        for sequence in stale:
             first_slice = 0
             for number, table in enumerate(sequence.tables):
                 if table.stale_from < table.n_pages:
