@@ -28,10 +28,11 @@ def run(engine, requests):
     return [done[request_id] for request_id in ids]
 
 
-def found(completions):
+def found(completions, counted=True):
+    """What requests got and, unless it depends on time (how fast the bus is), what it cost."""
     return [
-        [(s.token_ids, s.finish_reason, s.decode_steps, s.kv_bytes_read) for s in completion.samples]
-        for completion in completions
+        [(s.token_ids, s.finish_reason, *((s.decode_steps, s.kv_bytes_read) if counted else ())) for s in c.samples]
+        for c in completions
     ]
 
 
@@ -81,8 +82,8 @@ class TestSameTokens:
         eager, program = (
             Engine(model, None, EngineConfig(**config, execution=execution)) for execution in ("eager", "graph")
         )
-        launches = watched(program)
-        assert found(run(program, requests)) == found(run(eager, requests))
+        launches, counted = watched(program), "host_tokens" not in fields
+        assert found(run(program, requests), counted) == found(run(eager, requests), counted)
         assert program.stats().units_held == 0 and launches
 
     def test_of_samples_that_share_their_prompt(self, t_model):

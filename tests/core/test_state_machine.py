@@ -161,8 +161,10 @@ class Traffic(RuleBasedStateMachine):
         ("t_model", {"pool_tokens": 56, "step_tokens": 64, "max_seqs": 6, "prefix_cache": False}, 40),
         ("w_model", {"pool_tokens": 60, "page_tokens": 5, "step_tokens": 3, "max_seqs": 3}, 40),
         ("g_model", {"pool_tokens": 48, "step_tokens": 11, "max_seqs": 4}, 20),
+        ("t_model", {"pool_tokens": 60, "step_tokens": 9, "max_seqs": 4, "execution": "graph"}, 40),
+        ("g_model", {"pool_tokens": 48, "step_tokens": 11, "max_seqs": 4, "execution": "graph"}, 20),
     ],
-    ids=["small_steps", "no_prefix_cache", "window_page_5", "layer_groups"],
+    ids=["small_steps", "no_prefix_cache", "window_page_5", "layer_groups", "replayed", "replayed_layer_groups"],
 )
 def test_traffic(request, engine_for, assert_idle, name, fields, examples):
     model = request.getfixturevalue(name)
