@@ -286,7 +286,7 @@ class Engine:
     def _following(self) -> list[TokenSequence]:
         """Who is sure to take part in the next step, if it can be planned before the tokens of the last one are read:
         all that decoded in it and whose bounds allow one more token, while nobody else has anything to do."""
-        if self._flight is None or self.recorder is not None:
+        if self._flight is None or (self.recorder is not None and self.recorder.reads_tokens):
             return []
         alive = [c.sequence for c in self._flight.chunks if c.sequence.finish_reason is None]
         following = [s for s in alive if s.generated + 1 < s.request.params.max_tokens]

@@ -156,9 +156,11 @@ class Scheduler:
     def decode(self, sequences: list[Sequence]) -> StepPlan:
         """The plan that ``schedule`` would make if there is ``nobody_else``, without looking around: most sequences
         have room in their last page, and there is nothing to do for those."""
-        assert self.recorder is None, "it takes down tokens, and some are not known yet"
+        assert self.recorder is None or not self.recorder.reads_tokens, "some tokens are not known yet"
         self._step += 1
         self._pool.book.clock = self._step
+        if self.recorder is not None:
+            self.recorder.stepping(self._step, self._pool.evictions)
         plan = StepPlan(ahead=True)
         windowed = any(group.window for group in self._plan.groups)
         for sequence in sequences:
@@ -168,6 +170,8 @@ class Scheduler:
             else:
                 self._serve(sequence, 1, plan)
                 plan.grown.append(sequence)
+        if self.recorder is not None:
+            self.recorder.planned(self._pool.evictions)
         return plan
 
     def add(self, sequence: Sequence) -> None:

@@ -22,6 +22,8 @@ class AdmissionTimes:
     """Notes when each request is first admitted, as the engine's recorder (see ``TraceRecorder``, whose moments these
     are), and names the planning of a step in a profile."""
 
+    reads_tokens = False  # so steps are planned ahead as they are without it
+
     def __init__(self, clock: Clock) -> None:
         self.at: dict[str, float] = {}
         self._clock = clock

@@ -153,6 +153,9 @@ class TraceRecorder:
     Layers with a window are recorded as if they kept everything.
     """
 
+    reads_tokens = True
+    """Planning waits until the tokens of the step before are known."""
+
     def __init__(self) -> None:
         self._builder = TraceBuilder()
         self._numbers: WeakKeyDictionary[Sequence, int] = WeakKeyDictionary()
