@@ -65,13 +65,12 @@ class Request:
     @cached_property
     def draws_on_device(self) -> bool:
         """Whether nothing but the drawn tokens has to come to the host: no log-probabilities, no penalty that depends
-        on what was drawn, no choice of pages, all pages of one size."""
+        on what was drawn, all pages of one size."""
         params = self.params
         return (
             params.logprobs is None
             and params.prompt_logprobs is None
             and params.repetition_penalty == 1.0
-            and self.method is None
             and self.layout.uniform
         )
 
@@ -200,6 +199,7 @@ class Sequence:
             and not self.forced
             and self.generated >= request.params.min_tokens
             and self.computed + 1 == len(self.tokens)
+            and (request.method is None or self.sparse_span(self.computed) is not None)
         )
 
     def known_rows(self, start: int, stop: int) -> list[int]:

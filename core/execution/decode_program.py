@@ -13,6 +13,9 @@ plain calls.
 
 A batch row is a row of the state. Rows where nobody decodes are padding: token 0, into the scratch unit, which sees
 nothing.
+
+A batch under one sparse method has graphs of its own, a bucket of rows and a power of two of pages: what a method
+scores has the width of the longest table, and would otherwise have that of the longest possible.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence as Sequential
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -30,12 +34,19 @@ from torch import Tensor
 from octavo.core.execution.attention import DecodeGroup, PagedStep
 from octavo.core.execution.decode_state import DecodeState
 from octavo.core.execution.device_tables import DeviceTables
+from octavo.core.execution.page_view import StepPages
 from octavo.core.hf_model import HFModel
+from octavo.core.interfaces import SparseMethod
+from octavo.core.memory.digests import DigestStore
 from octavo.core.memory.layer_groups import LayerPlan
 from octavo.core.uploads import upload
 from octavo.kernels import ops
+from octavo.kernels.layout import entry_units
 
 log = logging.getLogger(__name__)
+
+LEAST_PAGES = 64
+"""Width of the narrowest sparse program."""
 
 
 def buckets(rows: int) -> list[int]:
@@ -51,11 +62,31 @@ def buckets(rows: int) -> list[int]:
     return [size for size in sizes if size < rows] + [rows]
 
 
+@dataclass(frozen=True)
+class Variant:
+    """Which program: rows of the batch; whether some share a run of their tables; or the sparse method of all rows,
+    with the pages that its longest table may have and the digests it reads. Methods of one composition are one."""
+
+    rows: int
+    shared: bool = False
+    composition: str = ""
+    pages: int = 0
+    method: SparseMethod | None = field(default=None, compare=False)
+    digests: DigestStore | None = field(default=None, compare=False)
+
+
 class DecodeProgram:
     """Replays decode steps of up to ``max_seqs`` sequences. ``state`` is moved on by every replay."""
 
     def __init__(
-        self, model: HFModel, kv: Tensor, plan: LayerPlan, backend: str, tables: DeviceTables, max_seqs: int
+        self,
+        model: HFModel,
+        kv: Tensor,
+        plan: LayerPlan,
+        backend: str,
+        tables: DeviceTables,
+        max_seqs: int,
+        page_tokens: int,
     ) -> None:
         self._model = model
         self._kv = kv
@@ -64,9 +95,10 @@ class DecodeProgram:
         self._tables = tables
         self._buckets = buckets(max_seqs)
         self.state = DecodeState(max_seqs, model.spec.vocab_size, kv.device)
+        self._page_tokens = page_tokens
         self._groups = torch.zeros((4, max_seqs + 1), dtype=torch.int32, device=kv.device)
-        self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
-        self._drawn: dict[tuple[int, bool], Tensor] = {}
+        self._graphs: dict[Variant, torch.cuda.CUDAGraph] = {}
+        self._news: dict[Variant, Tensor] = {}
         self._captured: Tensor | None = None
         self._pool: Any = None
 
@@ -75,46 +107,92 @@ class DecodeProgram:
         return next(size for size in self._buckets if size >= rows)
 
     def step(self, rows: Sequential[int], runs: NDArray[np.int32] | None) -> Tensor:
-        """Decode one token in each of the ``rows`` that the state has been told of; the drawn tokens int64 [bucket], a
-        row of the state each. They are written over by the next step.
+        """Decode one token in each of the ``rows`` that the state has been told of. Gives news int64 [1, bucket], a
+        column a row of the state: the drawn tokens. They are written over by the next step.
 
         ``runs``: the groups of ``ops.decode_shared``, by place in ``rows``, where there are any.
         """
-        bucket = self.bucket(max(rows) + 1)
-        key = bucket, runs is not None
-        graphs = self._kv.device.type == "cuda"
-        if graphs and self._captured is not self._tables.entries:  # the first time, or the tables have been widened
+        variant = Variant(self.bucket(max(rows) + 1), runs is not None)
+        self._prepare(variant)
+        if runs is not None:
+            spread = spread_groups(runs, rows, variant.rows)
+            self._groups[:, : variant.rows + 1] = upload(spread, self._kv.device)
+        return self._replay(variant)
+
+    def sparse_step(
+        self, rows: Sequential[int], method: SparseMethod, longest: int, digests: DigestStore | None
+    ) -> Tensor:
+        """The same where all rows are under one sparse method and have at most ``longest`` pages, whose digests are
+        made. News int64 [3, bucket]: the tokens, table entries read over all layers and KV heads, and elements read to
+        choose."""
+        capacity = self._tables.entries.shape[2] // (self._page_tokens // self._kv.shape[4])
+        pages = min(max(1 << (longest - 1).bit_length(), LEAST_PAGES), capacity)
+        variant = Variant(self.bucket(max(rows) + 1), False, method.provenance, pages, method, digests)
+        self._prepare(variant)
+        return self._replay(variant)
+
+    def _prepare(self, variant: Variant) -> None:
+        """Capture what has not been captured."""
+        if self._kv.device.type != "cuda":
+            return
+        if self._captured is not self._tables.entries:  # the first time, or the tables have been widened
             self._graphs.clear()
             self._captured = self._tables.entries
-            self._capture([(size, False) for size in reversed(self._buckets)])
-        if graphs and key not in self._graphs:
-            self._capture([key])
-        if runs is not None:
-            self._groups[:, : bucket + 1] = upload(spread_groups(runs, rows, bucket), self._kv.device)
-        if not graphs:
-            with torch.inference_mode():
-                return self._run(*key)
-        self._graphs[key].replay()
-        return self._drawn[key]
+            self._capture([Variant(size) for size in reversed(self._buckets)])
+        if variant not in self._graphs:
+            self._capture([variant])
 
-    def _run(self, bucket: int, shared: bool) -> Tensor:
-        state, fields, entries = self.state, self.state.fields, self._tables.entries
-        rows = state.rows[:bucket]
+    def _replay(self, variant: Variant) -> Tensor:
+        if self._kv.device.type != "cuda":
+            with torch.inference_mode():
+                return self._run(variant)
+        self._graphs[variant].replay()
+        return self._news[variant]
+
+    def _run(self, variant: Variant) -> Tensor:
+        state, fields, entries, batch = self.state, self.state.fields, self._tables.entries, variant.rows
+        rows = state.rows[:batch]
         ids, positions, q_pos, slots, slot_counts = ops.step_decode(
             rows, fields["lengths"], fields["tokens"], entries, self._kv.shape[4], self._backend
         )
-        group = DecodeGroup(0, bucket, entries[:, :bucket], slot_counts, q_pos)
-        if shared:
+        group = DecodeGroup(0, batch, entries[:, :batch], slot_counts, q_pos, method=variant.method)
+        if variant.shared:
             # Contiguous, as the op wants them: a view of the first columns is not.
-            group.runs = self._groups[:, : bucket + 1].contiguous()
+            group.runs = self._groups[:, : batch + 1].contiguous()
+        if variant.method is not None:
+            self._let_choose(group, variant)
         step = PagedStep(self._kv, self._plan, self._backend, slots, [group])
         logits = self._model.forward(ids, positions, None, step)
-        drawn: Tensor = ops.sample(logits, *state.filters(bucket), self._backend)
+        drawn: Tensor = ops.sample(logits, *state.filters(batch), self._backend)
         ops.scatter_tokens(rows, drawn, fields["tokens"], fields["lengths"], self._backend)
-        fields["draws"][:bucket] += rows >= 0
-        return drawn
+        fields["draws"][:batch] += rows >= 0
+        if group.pages is None:
+            return drawn[None]
+        return torch.stack([drawn, group.units_read(self._kv), group.pages.elements_read])
 
-    def _capture(self, keys: Sequential[tuple[int, bool]]) -> None:
+    def _let_choose(self, group: DecodeGroup, variant: Variant) -> None:
+        """Give a group what its method chooses from. A padding row has one page, whatever is in it."""
+        page_units = self._page_tokens // self._kv.shape[4]
+        group.tables = group.tables[:, :, : variant.pages * page_units]
+        group.slots = group.slots.clamp(min=1)
+        lengths = group.slots[0, :, 0]
+        group.pages = StepPages(
+            kv=self._kv,
+            backend=self._backend,
+            plan=self._plan,
+            page_tokens=self._page_tokens,
+            tables=group.tables,
+            slots=group.slots,
+            q_pos=group.q_pos,
+            n_pages=(lengths + self._page_tokens - 1) // self._page_tokens,
+            max_pages=variant.pages,
+            seeds=self.state.fields["method_seeds"][: variant.rows],
+            first_units=entry_units(group.tables[0, :, ::page_units]),
+            parts={} if variant.digests is None else variant.digests.parts,
+            elements_read=torch.zeros_like(lengths, dtype=torch.int64),
+        )
+
+    def _capture(self, variants: Sequential[Variant]) -> None:
         """Capture graphs, each after one pass that compiles what it needs. No row decodes meanwhile."""
         began = time.perf_counter()
         decoding = self.state.rows.clone()
@@ -123,16 +201,16 @@ class DecodeProgram:
         self._groups[0] = torch.arange(self._groups.shape[1], device=self._groups.device)
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         with torch.inference_mode():
-            for key in keys:
-                self._run(*key)
+            for variant in variants:
+                self._run(variant)
                 torch.cuda.synchronize()
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph, pool=self._pool):
-                    self._drawn[key] = self._run(*key)
-                self._graphs[key] = graph
+                    self._news[variant] = self._run(variant)
+                self._graphs[variant] = graph
         self.state.rows.copy_(decoding)
         seconds = time.perf_counter() - began
-        log.info("%d decode graphs for up to %d rows captured in %.1f s", len(keys), keys[0][0], seconds)
+        log.info("%d decode graphs for up to %d rows captured in %.1f s", len(variants), variants[0].rows, seconds)
 
 
 def spread_groups(groups: NDArray[np.int32], rows: Sequential[int], bucket: int) -> NDArray[np.int32]:

@@ -14,7 +14,7 @@ from octavo.core.sequence import Sequence
 from octavo.core.uploads import upload
 
 FLOATS = ("temperature", "top_p", "min_p")
-INTS = ("tokens", "seeds", "draws", "lengths", "top_k")
+INTS = ("tokens", "seeds", "draws", "method_seeds", "lengths", "top_k")
 
 
 class DecodeState:
@@ -24,6 +24,7 @@ class DecodeState:
         lengths  int32 [R]  tokens in the cache
         tokens   int64 [R]  the last token, which is not in the cache yet
         temperature, top_p, min_p fp32, top_k int32, seeds, draws int64 [R]: as ``ops.sample`` takes them
+        method_seeds int64 [R]  what a sparse method that draws draws from
 
     A decode step reads them and moves ``lengths``, ``tokens`` and ``draws`` on. The host writes a row when its sequence
     comes in, or has been computed by other means since.
@@ -83,6 +84,7 @@ class DecodeState:
                 chunk.sequence.tokens[chunk.start],
                 signed(chunk.sequence.seed),
                 chunk.end - len(chunk.sequence.request.prompt),
+                method_seed(chunk),
                 chunk.start,
                 min(p.top_k, self._vocabulary),
             )
@@ -97,6 +99,12 @@ class DecodeState:
         """Temperature, top-k, top-p, min-p, seeds and draws of the first rows, as ``ops.sample`` takes them."""
         names = ("temperature", "top_k", "top_p", "min_p", "seeds", "draws")
         return tuple(self.fields[name][:rows] for name in names)
+
+
+def method_seed(chunk: Chunk) -> int:
+    """What a method that draws draws from for a chunk of one token, as a non-negative int64."""
+    span = chunk.sequence.sparse_span(chunk.start)
+    return span.seed & (2**63 - 1) if span is not None else 0
 
 
 def signed(seed: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass
 from itertools import groupby
@@ -15,6 +16,7 @@ from octavo.core.config import EngineConfig
 from octavo.core.encoding.encoded_items import EncodedItems
 from octavo.core.execution.attention import DecodeGroup, PagedStep, PrefillGroup
 from octavo.core.execution.decode_program import DecodeProgram
+from octavo.core.execution.decode_state import method_seed
 from octavo.core.execution.device_tables import DeviceTables
 from octavo.core.execution.page_view import StepPages
 from octavo.core.hf_model import HFModel
@@ -40,11 +42,12 @@ class Row:
 
 @dataclass(frozen=True)
 class Flight:
-    """A step that the device has been given and whose tokens nobody has read: chunk i drew in row ``rows[i]``."""
+    """A step that the device has been given and whose tokens nobody has read: the news of chunk i (as
+    ``DecodeProgram`` gives them) are in column ``rows[i]``."""
 
     chunks: list[Chunk]
     rows: list[int]
-    drawn: Download
+    news: Download
 
 
 class StepRunner:
@@ -87,6 +90,7 @@ class StepRunner:
         self._page_tokens = config.text_page_tokens
         self._tables = DeviceTables(config.max_seqs, plan.slices, max_entries, kv.device)
         self._digests: dict[str, DigestStore] = {}
+        self._whole_pages: dict[str, int] = {}
         self._pending_copies: list[Units] = []
         self._windows = Counter(model.spec.windows)
         self._row_bytes = 2 * kv.shape[3] * kv.shape[5] * kv.element_size()  # of a token in one layer
@@ -95,7 +99,7 @@ class StepRunner:
             self._runs = RunFinder(self._page_tokens, config.shared_decode_bytes // self._row_bytes)
         self._program: DecodeProgram | None = None
         if execution != "eager":
-            self._program = DecodeProgram(model, kv, plan, backend, self._tables, config.max_seqs)
+            self._program = DecodeProgram(model, kv, plan, backend, self._tables, config.max_seqs, self._page_tokens)
         self.copies = 0
         self.kv_bytes_spared = 0
 
@@ -124,11 +128,15 @@ class StepRunner:
 
     def replays(self, plan: StepPlan) -> bool:
         """Whether a plan is a step of the decode program: ``launch`` it, and read its tokens later."""
-        return self._program is not None and all(c.count == 1 and c.sequence.draws_on_device for c in plan.chunks)
+        if self._program is None or not all(c.count == 1 and c.sequence.draws_on_device for c in plan.chunks):
+            return False
+        return len({id(self._method(chunk)) for chunk in plan.chunks}) == 1
 
     def carries(self, sequences: list[Sequence]) -> bool:
         """Whether the device can decode on with these before their last tokens are read."""
-        return self._program is not None and self._program.state.carries(sequences)
+        if self._program is None or not self._program.state.carries(sequences):
+            return False
+        return len({id(self._chooser(s.request.method, s.computed + 1)) for s in sequences}) <= 1
 
     def launch(self, plan: StepPlan, scheduler: Scheduler) -> Flight:
         """Let the device compute a plan that ``replays``, and come back at once. Tokens that the host does not know yet
@@ -144,18 +152,43 @@ class StepRunner:
                 self._tables.sync(scheduler.running)  # whoever has ended leaves a row free
                 if moves := self._tables.close_gaps():
                     program.state.move(moves)
-            rows = program.state.bring_in(chunks, self._tables)
-            shared = None
-            if self._runs is not None:
+            method, shared = self._method(chunks[0]), None
+            if method is not None:
+                digests = self._digest_fresh(method, chunks)
+            elif self._runs is not None:
                 shared = self._runs.find([(chunk.sequence, chunk.start) for chunk in chunks])
-            drawn = Download(program.step(rows, None if shared is None else shared.groups))
+            rows = program.state.bring_in(chunks, self._tables)
+            if method is None:
+                news = program.step(rows, None if shared is None else shared.groups)
+            else:
+                longest = -(-max(chunk.end for chunk in chunks) // self._page_tokens)
+                news = program.sparse_step(rows, method, longest, digests)
+            flight = Flight(chunks, rows, Download(news))
         except BaseException:
             program.state.forget()
             raise
         if shared is not None:
             layers = self._model.spec.windows.count(0)
             self.kv_bytes_spared += layers * shared.spared * self._row_bytes
-        return Flight(chunks, rows, drawn)
+        return flight
+
+    def _digest_fresh(self, method: SparseMethod, chunks: list[Chunk]) -> DigestStore | None:
+        """Make the digests that a replayed step reads and that do not exist yet: of the page that has been filled
+        last, and of all pages where a sequence comes in."""
+        if method.digest is None:
+            return None
+        assert self._program is not None
+        store, page = self._digest_store(method), self._page_tokens
+        sealed = []
+        for chunk in chunks:
+            full = chunk.start // page
+            if not self._program.state.carries([chunk.sequence]):
+                sealed.append(chunk.sequence.table.pages(0, full))
+            elif chunk.start % page == 0:
+                sealed.append(chunk.sequence.table.pages(full - 1, full))
+        if sealed:
+            store.make(sealed)
+        return store
 
     def _bucket_of(self, chunks: list[Chunk]) -> int:
         assert self._program is not None
@@ -163,8 +196,11 @@ class StepRunner:
 
     def land(self, flight: Flight) -> list[int]:
         """The tokens of a flight, a chunk each, once the device has drawn them."""
-        self._account_flight(flight)
-        drawn = flight.drawn.wait().tolist()
+        drawn, *read = flight.news.wait().tolist()
+        if read:
+            self._account_sparse_flight(flight, *read)
+        else:
+            self._account_flight(flight)
         return [drawn[row] for row in flight.rows]
 
     def _account_flight(self, flight: Flight) -> None:
@@ -181,6 +217,16 @@ class StepRunner:
             if chunk.start >= len(sequence.request.prompt) and sequence.finish_reason is None:
                 sequence.decode_steps += 1
                 sequence.kv_bytes_read += nbytes
+
+    def _account_sparse_flight(self, flight: Flight, units: list[int], elements: list[int]) -> None:
+        """Add what each token that the program has decoded under a method read, as its kernels have counted."""
+        unit_bytes = self._row_bytes // self.kv.shape[3] * self.kv.shape[4]
+        for chunk, row in zip(flight.chunks, flight.rows, strict=True):
+            sequence = chunk.sequence
+            if sequence.finish_reason is None:
+                sequence.decode_steps += 1
+                sequence.kv_bytes_read += units[row] * unit_bytes
+                sequence.digest_bytes_read += elements[row] * self.kv.element_size()
 
     @property
     def digest_bytes(self) -> int:
@@ -267,7 +313,7 @@ class StepRunner:
                 q_pos=q_pos,
                 n_pages=self._to_device(n_pages),
                 max_pages=int(n_pages.max()),
-                seeds=self._to_device(np.array([_seed(chunk) for chunk in chunks], np.int64)),
+                seeds=self._to_device(np.array([method_seed(chunk) for chunk in chunks], np.int64)),
                 first_units=self._to_device(first_units),
                 parts=parts,
                 elements_read=torch.zeros(len(chunks), dtype=torch.int64, device=self.kv.device),
@@ -279,7 +325,19 @@ class StepRunner:
         method = chunk.sequence.request.method
         if method is None or chunk.sequence.sparse_span(chunk.start) is None:
             return None
-        return None if method.reads_all(chunk.end, self._model.spec, self._page_tokens) else method
+        return self._chooser(method, chunk.end)
+
+    def _chooser(self, method: SparseMethod | None, tokens: int) -> SparseMethod | None:
+        """The method, if it chooses among the pages of so many tokens; None if it reads them all."""
+        if method is None:
+            return None
+        name = method.provenance
+        if name not in self._whole_pages:  # what reads a number of pages whole reads any less whole
+            spec, page = self._model.spec, self._page_tokens
+            self._whole_pages[name] = bisect_left(
+                range(1, spec.max_tokens // page + 2), True, key=lambda n: not method.reads_all(n * page, spec, page)
+            )
+        return method if tokens > self._whole_pages[name] * self._page_tokens else None
 
     def _packing(self, chunk: Chunk) -> tuple[int, int]:
         """Dense decodes, then one group a method, then longer chunks; the order within a group is kept."""
@@ -344,9 +402,3 @@ class StepRunner:
 
     def _to_device(self, array: NDArray[np.integer]) -> Tensor:
         return upload(array, self.kv.device)
-
-
-def _seed(chunk: Chunk) -> int:
-    """What a method that draws draws from, as a non-negative int64."""
-    span = chunk.sequence.sparse_span(chunk.start)
-    return span.seed & (2**63 - 1) if span is not None else 0

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from octavo.core import Engine, EngineConfig, SamplingParams
-from octavo.core.execution.decode_program import buckets, spread_groups
+from octavo.core.execution.decode_program import Variant, buckets, spread_groups
 from octavo.kernels.reference.shared import check_groups
 
 
@@ -258,7 +258,7 @@ class TestProgram:
         before = {name: field.clone() for name, field in program.state.fields.items()}
         kv = engine._runner.kv[1:].clone()
         with torch.inference_mode():
-            program._run(4, False)
+            program._run(Variant(4))
         assert all(torch.equal(field, before[name]) for name, field in program.state.fields.items())
         assert torch.equal(engine._runner.kv[1:].nan_to_num(), kv.nan_to_num())
 

@@ -302,3 +302,33 @@ def test_budgets_and_keeps_must_be_sensible(value):
         method("quest", budget_tokens=value)
     with pytest.raises(ValueError, match=r"sink_tokens must be an integer of at least 0, got -1"):
         method("quest", keep={"sink_tokens": -1})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_replayed_steps_give_the_tokens_and_the_bytes_of_eager_ones(name, model, engine_for, drain):
+    """Requests below and above the budget, sampled and greedy, that come and go; one under the method, one batch of
+    two methods, and a dense request that arrives in between."""
+    chosen, other = make(name), make("streaming" if name != "streaming" else "quest")
+    got = []
+    for execution in ("eager", "graph"):
+        engine = engine_for(model, page_tokens=4, max_seqs=5, execution=execution)
+        ids = [
+            engine.submit(PROMPT[:count], SamplingParams(max_tokens=new, ignore_eos=True, **hot), method=chosen)
+            for count, new, hot in ((9, 30, {}), (45, 9, {"temperature": 0.8, "seed": 4}), (44, 12, {}), (1, 26, {}))
+        ]
+        news = {}
+        for step in range(200):
+            if step == 6:
+                ids.append(engine.submit(PROMPT[:30], SamplingParams(max_tokens=4, ignore_eos=True), method=other))
+            if step == 14:
+                ids.append(engine.submit(PROMPT[:7], SamplingParams(max_tokens=3, ignore_eos=True)))
+            for output in engine.step() if engine.has_work() else []:
+                if output.completion is not None:
+                    sample = output.completion.samples[0]
+                    read = sample.kv_bytes_read, sample.digest_bytes_read, sample.decode_steps
+                    news[output.request_id] = sample.token_ids, *read
+            engine.check()
+        got.append([news[request_id] for request_id in ids])
+    if name == "pyramid_kv":  # eager steps score no layer whose budget all rows fit; a program does not know lengths
+        got = [[(tokens, read, steps) for tokens, read, _, steps in each] for each in got]
+    assert got[0] == got[1]
