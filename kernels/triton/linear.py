@@ -1,9 +1,9 @@
 """Linear layers of few rows: the weight is read once, at the rate of the card, in equal shares of all its pieces.
 
-    weight [N, K]           chunk 0, 1, ... of BLOCK_K columns     out [rows, N] = x [rows, K] weight^T + bias
-    tile 0, BLOCK_N rows  | 0 | 0 | 0 | 1 |
-    tile 1                | 1 | 1 | 2 | 2 |                        <- the program that multiplies each piece
-    tile 2                | 2 | 3 | 3 | 3 |
+    weight [N, K]        | chunk 0 | chunk 1 | ...              out [rows, N] = x [rows, K] weight^T + bias
+    tile 0   BLOCK_N rows| 0     0 | 0     0 | 1 ...
+    tile 1               | 1     1 | 2     2 | 2 ...            <- which program multiplies which piece
+    ...                            ^ BLOCK_K columns
 
 Program s of S takes the pieces [s T / S, (s + 1) T / S) of the T pieces in the order of memory, tile by tile
 (stream-K: Osama et al., arXiv 2301.03598). N is seldom BLOCK_N times the multiprocessors, and whole tiles would leave
@@ -143,7 +143,6 @@ def _linear_kernel(
         tl.debug_barrier()  # what all threads have stored is there when the atomic is
         first_tile = begin // chunks
         last_tile = (end - 1) // chunks
-        # The first and the last tile: those in between are whole.
         for tile in range(first_tile, last_tile + 1, tl.maximum(last_tile - first_tile, 1)):
             owner = program_of(tile * chunks, tiles * chunks, programs)
             sharers = program_of((tile + 1) * chunks - 1, tiles * chunks, programs) - owner + 1

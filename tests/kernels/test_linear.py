@@ -37,10 +37,10 @@ class Case:
         """x, weight and bias between numbers that nobody may read; whole numbers, so that sums are exact."""
 
         def surrounded(*shape):
-            held = torch.full((shape[0] + 2, *shape[1:]), torch.nan, device=device, dtype=dtype)
-            like = {"device": device, "dtype": torch.int8 if whole else dtype}
-            held[1:-1] = torch.randint(-2, 3, shape, **like) if whole else torch.randn(shape, **like)
-            return held[1:-1]
+            held = torch.full((shape[0] + 2, *shape[1:]), torch.nan)
+            numbers = torch.randint(-2, 3, shape).float() if whole else torch.randn(shape)
+            held[1:-1] = numbers
+            return held.to(device, dtype)[1:-1]
 
         return surrounded(self.rows, self.k), surrounded(self.n, self.k), surrounded(self.n) if self.bias else None
 
