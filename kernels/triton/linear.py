@@ -27,7 +27,7 @@ to the L2 before a program waits for x.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # (the parameters of a kernel are Triton's business)
 
-from functools import cache
+from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
@@ -40,7 +40,7 @@ from octavo.kernels.triton.plan import multiprocessors, overlaps_launches, progr
 
 LINE = tl.constexpr(64)  # elements of 16 bits in a line of the L2
 LEAST_COLUMNS = 8  # of the right operand of a tensor-core product
-GRAIN = 16  # elements; Triton takes a stride of whole grains for one along which 16 bytes can be copied at once
+VECTOR_BYTES = 16  # what a thread copies at once
 
 _counters: dict[tuple[torch.device, int, int], Tensor] = {}
 
@@ -160,15 +160,14 @@ def _linear_kernel(
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """See ``reference.linear``. Many rows, fp32, and a K that is no multiple of 16 are torch's."""
+    """See ``reference.linear``. Many rows, fp32, and rows that are no whole number of 16-byte pieces are torch's."""
     N, K = weight.shape
-    assert x.shape[-1] == K and x.dtype == weight.dtype
     rows = x.numel() // K
     limits = settings.launch("linear", "any", x.device)
     if (
         not 0 < rows <= limits["most_rows"]
         or x.dtype not in (torch.float16, torch.bfloat16)
-        or K % GRAIN
+        or K * x.element_size() % VECTOR_BYTES
         or not weight.is_contiguous()
     ):
         return F.linear(x, weight, bias)
@@ -179,8 +178,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     small = " small" if weight.nbytes <= limits["small_bytes"] else ""
     tuned = settings.launch("linear", f"{block_b}{small}", x.device)
     tiles, chunks = triton.cdiv(N, tuned["BLOCK_N"]), triton.cdiv(K, tuned["BLOCK_K"])
-    wave = tuned["programs_per_sm"] * multiprocessors(x.device)
-    programs, most_parts = _shares(tiles, chunks, wave, tuned["min_chunks"])
+    programs, most_parts = _shares(tiles, chunks, multiprocessors(x.device), tuned)
     out = torch.empty((*x.shape[:-1], N), dtype=x.dtype, device=x.device)
     parts, counters = out, out
     if most_parts:
@@ -216,22 +214,18 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return out
 
 
-@cache
-def _shares(tiles: int, chunks: int, wave: int, min_chunks: int) -> tuple[int, int]:
+def _shares(tiles: int, chunks: int, multiprocessors: int, tuned: Mapping[str, int]) -> tuple[int, int]:
     """Programs, and parts of a tile at most (0: all shares are whole tiles), from shapes alone.
 
-    All programs run at once, at most ``wave``, and there are no more of them than the longest share calls for: fewer
-    parts, and often shares that end where a tile does. Where tiles are too few to go round they are cut into shares of
-    ``min_chunks`` at least.
+    All programs run at once. A tile is split only where tiles are too few to go round, into shares of ``min_chunks`` at
+    least, or where the tiles of a share would not come out even.
     """
-    pieces = tiles * chunks
-    programs = min(wave, tiles * max(chunks // min_chunks, 1))
-    programs = triton.cdiv(pieces, triton.cdiv(pieces, programs))
-    # As share_begin and program_of have it: how many programs lie between a tile's first piece and its last.
-    last = [(end * chunks * programs - 1) // pieces for end in range(1, tiles + 1)]
-    first = [((tile * chunks + 1) * programs - 1) // pieces for tile in range(tiles)]
-    most = max(b - a for a, b in zip(first, last, strict=True)) + 1
-    return programs, most if most > 1 else 0
+    wave = tuned["programs_per_sm"] * multiprocessors
+    programs = min(wave, tiles * max(chunks // tuned["min_chunks"], 1))
+    if tiles % programs == 0:
+        return programs, 0
+    least_share = tiles * chunks // programs
+    return programs, min(triton.cdiv(chunks - 1, least_share) + 1, programs)
 
 
 def _counters_of(weight: Tensor, tiles: int) -> Tensor:
