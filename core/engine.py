@@ -92,7 +92,7 @@ class Engine:
         execution = sizing.execution(self.config, backend, self._model.device)
         dtype = sizing.kv_dtype(self.config, self.spec)
         device = self._model.device
-        self._model.prepare(execution, self.config.join_linears, backend)
+        self._model.prepare(execution, self.config.join_linears)
         self._plan = LayerPlan.of(self.spec.windows, self.config.layer_groups)
         self._text = PageLayout([], self.config.policies, self.config.unit_tokens)
         entries = self._text.entries_for(self._max_tokens)

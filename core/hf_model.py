@@ -77,10 +77,8 @@ class HFModel:
         self.spec = self._probe()
         self.eos_token_ids = self._eos_ids()
 
-    def prepare(self, execution: str, join_linears: bool, backend: str) -> None:
+    def prepare(self, execution: str, join_linears: bool) -> None:
         """Make ready for an execution other than "eager". What is compiled is compiled by the first passes.
-
-        On CUDA, the Linear layers then multiply by the Triton backend's own product, if ``backend`` is that one.
 
         Raises:
             UnsupportedModelError: the model cannot be compiled.
@@ -90,9 +88,7 @@ class HFModel:
             ids = torch.zeros(PROBE_TOKENS, dtype=torch.int64, device=self.device)
             positions = torch.arange(PROBE_TOKENS, device=self.device)
             self._linears = JoinedLinears(
-                self.model,
-                (lambda: self.forward(ids, positions, None, _Probe())) if join_linears else lambda: None,
-                backend if backend == "triton" and self.device.type == "cuda" else None,
+                self.model, (lambda: self.forward(ids, positions, None, _Probe())) if join_linears else lambda: None
             )
         if compiled:
             self._compiled = CompiledLayers(self.model, self.spec.layers)

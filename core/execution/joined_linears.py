@@ -1,25 +1,17 @@
-"""How the Linear layers of a model are multiplied: those of one input as one product (Q, K and V, or gate and up, of
-whatever model), and all of them by a backend's own op, where there is one to be preferred."""
+"""Linear layers that multiply the same input, as one product: Q, K and V, or gate and up, of whatever model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import MethodType
-from typing import TypeGuard
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from octavo.kernels import ops
-
-Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""As ``F.linear``."""
-
 
 class JoinedLinears:
-    """Sets of sibling layers that were seen to multiply one and the same tensor, and the layers that are alone.
+    """Sets of sibling layers that were seen to multiply one and the same tensor.
 
     ::
 
@@ -33,65 +25,31 @@ class JoinedLinears:
 
     Args:
         run: runs the model once, so that it can be seen who multiplies what.
-        backend: whose ``ops.linear`` multiplies, inside ``used()``, for all plain Linear layers; None: torch does.
     """
 
-    def __init__(self, model: nn.Module, run: Callable[[], object], backend: str | None = None) -> None:
-        siblings = _siblings(model, run)
-        joined = {layer for layers in siblings for layer in layers}
-        product = F.linear if backend is None else _product_by(backend)
-        self._sets = [_Joined(layers, product) for layers in siblings]
-        self._lent: list[_Joined | _Alone] = list(self._sets)
-        if backend is not None:
-            others = (layer for layer in model.modules() if _plain(layer) and layer not in joined)
-            self._lent += [_Alone(layer, product) for layer in others]
+    def __init__(self, model: nn.Module, run: Callable[[], object]) -> None:
+        self._sets = [_Joined(layers) for layers in _siblings(model, run)]
 
     def __len__(self) -> int:
         return len(self._sets)
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Let the layers of each set multiply together, and all by the backend's op."""
+        """Let the layers of each set multiply together."""
         try:
-            for layers in self._lent:
-                layers.lend()
+            for joined in self._sets:
+                joined.lend()
             yield
         finally:
-            for layers in self._lent:
-                layers.take_back()
-
-
-def _product_by(backend: str) -> Product:
-    def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        result: Tensor = ops.linear(x, weight, bias, backend)
-        return result
-
-    return product
-
-
-class _Alone:
-    """A layer that is in no set."""
-
-    def __init__(self, layer: nn.Module, product: Product) -> None:
-        def forward(layer: nn.Linear, x: Tensor) -> Tensor:
-            return product(x, layer.weight, layer.bias)
-
-        self._layer = layer
-        self._forward = forward
-
-    def lend(self) -> None:
-        self._layer.forward = MethodType(self._forward, self._layer)
-
-    def take_back(self) -> None:
-        self._layer.__dict__.pop("forward", None)
+            for joined in self._sets:
+                joined.take_back()
 
 
 class _Joined:
     """One set. Between calls of the model it holds no input, so that compiled code always finds it alike."""
 
-    def __init__(self, layers: list[nn.Linear], product: Product) -> None:
+    def __init__(self, layers: list[nn.Linear]) -> None:
         self._layers = layers
-        self._product = product
         self._weight = torch.cat([layer.weight.detach() for layer in layers])
         biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
         self._bias = torch.cat(biases) if biases else None
@@ -118,7 +76,7 @@ class _Joined:
 
         def forward(x: Tensor) -> Tensor:
             if self._input is not x or self._output is None:
-                self._input, self._output = x, self._product(x, self._weight, self._bias)
+                self._input, self._output = x, F.linear(x, self._weight, self._bias)
             part = self._output[..., first:last]
             if ends:
                 self._input = self._output = None
@@ -151,12 +109,11 @@ def _siblings(model: nn.Module, run: Callable[[], object]) -> list[list[nn.Linea
 
 
 def _joinable(layer: nn.Module) -> bool:
-    """A plain layer that nobody watches, with a weight that may move."""
+    """A Linear layer as torch made it: no subclass, no hook, nobody's own forward, a weight that may move."""
     return (
-        _plain(layer) and not layer._forward_hooks and not layer._forward_pre_hooks and not layer.weight.is_inference()
+        type(layer) is nn.Linear
+        and "forward" not in layer.__dict__
+        and not layer._forward_hooks
+        and not layer._forward_pre_hooks
+        and not layer.weight.is_inference()
     )
-
-
-def _plain(layer: nn.Module) -> TypeGuard[nn.Linear]:
-    """A Linear layer as torch made it: no subclass, nobody's own forward."""
-    return type(layer) is nn.Linear and "forward" not in layer.__dict__
