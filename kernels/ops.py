@@ -216,9 +216,3 @@ sample = _register(
     f"Tensor logits, {_FILTERS}, Tensor seeds, Tensor draws, str backend) -> Tensor",
     lambda logits, *_: logits.new_empty(logits.shape[0], dtype=torch.int64),
 )
-
-linear = _register(
-    "linear",
-    "Tensor x, Tensor weight, Tensor? bias, str backend) -> Tensor",
-    lambda x, weight, *_: x.new_empty((*x.shape[:-1], weight.shape[0])),
-)

@@ -1,7 +1,6 @@
 """The reference backend: every op in plain torch, the truth that the others are tested against."""
 
 from octavo.kernels.reference.attention import decode, gather, prefill
-from octavo.kernels.reference.linear import linear
 from octavo.kernels.reference.pages import append, append_fused, copy_units, transfer
 from octavo.kernels.reference.rotation import merge_states, rotate_keys, rotate_queries
 from octavo.kernels.reference.sampling import sample
@@ -16,7 +15,6 @@ __all__ = [
     "decode",
     "decode_shared",
     "gather",
-    "linear",
     "merge_states",
     "page_score",
     "page_topk",

@@ -4,7 +4,6 @@ from octavo.kernels.triton.append import append, append_fused
 from octavo.kernels.triton.copy import copy_units
 from octavo.kernels.triton.decode import decode
 from octavo.kernels.triton.gather import gather
-from octavo.kernels.triton.linear import linear
 from octavo.kernels.triton.merge import merge_states
 from octavo.kernels.triton.page_score import page_score
 from octavo.kernels.triton.page_topk import page_topk
@@ -22,7 +21,6 @@ __all__ = [
     "decode",
     "decode_shared",
     "gather",
-    "linear",
     "merge_states",
     "page_score",
     "page_topk",

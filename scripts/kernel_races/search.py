@@ -57,19 +57,6 @@ SURVEYED = tuple(
     f"{rows} x 128k bf16, {filters}" for rows in (256, 32, 1) for filters in ("temperature", "greedy", "top-p 0.9")
 )
 
-PRODUCTS = ("gate and up", "down", "QKV", "o", "lm_head")
-LINEAR = {
-    "BLOCK_N": (64, 128, 256),
-    "BLOCK_K": (64, 128, 256),
-    "STAGES": (3, 4, 5, 6, 8),
-    "PREFETCH": (0, 2, 4, 8),
-    "RELEASE": (0, 1),
-    "num_warps": (4, 8),
-    "programs_per_sm": (1, 2, 3),
-    "min_chunks": (2, 4, 8),
-}
-LINEAR_SMALL = {**LINEAR, "BLOCK_N": (16, 32, 64), "programs_per_sm": (1, 2, 4)}
-
 SPACES: dict[str, dict[str, Space]] = {
     "decode": {
         "128x2": Space(DECODE, _of("K1 decode", FEW_ROWS)),
@@ -187,14 +174,5 @@ SPACES: dict[str, dict[str, Space]] = {
         )
     },
     "rotate_queries": {"any": Space({"BLOCK_HEADS": (4, 8, 16, 32), "num_warps": (1, 2, 4)}, SHARED_IMAGES)},
-    "linear": {
-        **{
-            key: Space(LINEAR, _of("K17 linear", [f"8B {product}, {rows}" for product in PRODUCTS]))
-            for key, rows in (("8", "1 row"), ("32", "32 rows"), ("64", "64 rows"))
-        },
-        "8 small": Space(
-            LINEAR_SMALL, _of("K17 linear", [f"135M {product}, 1 row" for product in PRODUCTS if product != "lm_head"])
-        ),
-    },
     "merge_states": {"any": Space({"BLOCK_S": (4, 8, 16), "num_warps": (1, 2, 4)}, SHARED_IMAGES)},
 }

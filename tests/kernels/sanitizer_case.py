@@ -192,16 +192,6 @@ def rotate_keys(device: str) -> None:
         agree(ops.rotate_keys, make, device, rounded=True)
 
 
-def linear(device: str) -> None:
-    """Tiles that several programs share, and some that no other has a part of; ends that are no whole tile."""
-    for rows, n, k in ((5, 200, 4168), (33, 8320, 1032)):
-
-        def make(device: str, rows: int = rows, n: int = n, k: int = k) -> tuple:
-            return tuple(torch.randn(shape).to(device, DTYPE) for shape in ((rows, k), (n, k), (n,)))
-
-        agree(ops.linear, make, device, rounded=True)
-
-
 def rotate_queries(device: str) -> None:
     rows = torch.tensor([2, 0, 2, 1], dtype=torch.int32)
     deltas = torch.tensor([0, 17, -4000, 90_000], dtype=torch.int32)
@@ -259,7 +249,6 @@ CASES: dict[str, Callable[[str], None]] = {
     "decode": lambda device: attention("decode", device),
     "decode_shared": decode_shared,
     "gather": gather,
-    "linear": linear,
     "merge_states": merge_states,
     "page_score": page_score,
     "page_topk": page_topk,
