@@ -200,15 +200,18 @@ class DecodeProgram:
         self._groups.zero_()
         self._groups[0] = torch.arange(self._groups.shape[1], device=self._groups.device)
         self._pool = self._pool or torch.cuda.graph_pool_handle()
-        with torch.inference_mode():
-            for variant in variants:
-                self._run(variant)
-                torch.cuda.synchronize()
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=self._pool):
-                    self._news[variant] = self._run(variant)
-                self._graphs[variant] = graph
-        self.state.rows.copy_(decoding)
+        try:
+            with torch.inference_mode():
+                for variant in variants:
+                    self._run(variant)
+                    torch.cuda.synchronize()
+                    graph = torch.cuda.CUDAGraph()
+                    # Other threads, which may be encoding images, are none of the capture's business.
+                    with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                        self._news[variant] = self._run(variant)
+                    self._graphs[variant] = graph
+        finally:
+            self.state.rows.copy_(decoding)
         seconds = time.perf_counter() - began
         log.info("%d decode graphs for up to %d rows captured in %.1f s", len(variants), variants[0].rows, seconds)
 

@@ -91,6 +91,7 @@ class StepRunner:
         self._tables = DeviceTables(config.max_seqs, plan.slices, max_entries, kv.device)
         self._digests: dict[str, DigestStore] = {}
         self._whole_pages: dict[str, int] = {}
+        self._launched: SparseMethod | None = None  # the method of the last replayed step
         self._pending_copies: list[Units] = []
         self._windows = Counter(model.spec.windows)
         self._row_bytes = 2 * kv.shape[3] * kv.shape[5] * kv.element_size()  # of a token in one layer
@@ -167,6 +168,7 @@ class StepRunner:
         except BaseException:
             program.state.forget()
             raise
+        self._launched = method
         if shared is not None:
             layers = self._model.spec.windows.count(0)
             self.kv_bytes_spared += layers * shared.spared * self._row_bytes
@@ -174,7 +176,7 @@ class StepRunner:
 
     def _digest_fresh(self, method: SparseMethod, chunks: list[Chunk]) -> DigestStore | None:
         """Make the digests that a replayed step reads and that do not exist yet: of the page that has been filled
-        last, and of all pages where a sequence comes in."""
+        last, and of all pages where a sequence comes in, or all begin to choose."""
         if method.digest is None:
             return None
         assert self._program is not None
@@ -182,7 +184,7 @@ class StepRunner:
         sealed = []
         for chunk in chunks:
             full = chunk.start // page
-            if not self._program.state.carries([chunk.sequence]):
+            if self._launched is not method or not self._program.state.carries([chunk.sequence]):
                 sealed.append(chunk.sequence.table.pages(0, full))
             elif chunk.start % page == 0:
                 sealed.append(chunk.sequence.table.pages(full - 1, full))

@@ -329,6 +329,13 @@ def test_replayed_steps_give_the_tokens_and_the_bytes_of_eager_ones(name, model,
                     news[output.request_id] = sample.token_ids, *read
             engine.check()
         got.append([news[request_id] for request_id in ids])
+    alone = []
+    for execution in ("eager", "graph"):  # it decodes densely first, so that no digest is there when it must choose
+        engine = engine_for(model, page_tokens=4, execution=execution)
+        if chosen.digest is not None:
+            engine._runner._digest_store(chosen)._store.fill_(torch.nan)
+        alone.append(run(engine, drain, {"a": (PROMPT[:9], params(max_tokens=30), chosen)})["a"].samples[0].token_ids)
+    assert alone[0] == alone[1]
     if name == "pyramid_kv":  # eager steps score no layer whose budget all rows fit; a program does not know lengths
         got = [[(tokens, read, steps) for tokens, read, _, steps in each] for each in got]
     assert got[0] == got[1]
