@@ -53,6 +53,7 @@ class EngineSettings:
     kv_dtype: str = "auto"
     backend: str = "auto"
     execution: str = "auto"
+    join_linears: bool = True
     seed: int = 0
 
 
