@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from octavo.core.inspection.page_watch import PageWatch
 
 Row = Mapping[str, Any]
+Shown = tuple[Sequence[Row], Sequence[str]]
+"""A table: its rows and its columns, in order."""
 
 HEADINGS = {
     "value": "value",
@@ -93,8 +95,13 @@ HEADINGS = {
     "external_waste_percent": "external waste %",
     "octavo_ratio": "octavo is x times as fast",
     "moved_bytes": "bytes",
+    "floor_ms": "floor ms",
     "floor_us": "floor µs",
     "percent_of_floor": "% of floor",
+    "ms_per_step": "ms a step",
+    "prefill_tokens_per_s": "prefill tokens/s",
+    "ceiling_tokens_per_s": "ceiling tokens/s",
+    "percent_of_ceiling": "% of ceiling",
     "us": "µs",
     "flashinfer_us": "FlashInfer µs",
     "fastest_rival": "fastest rival",
@@ -129,7 +136,7 @@ HEADINGS = {
 }
 """The columns that a reader looks at first, and what they are called there; all others keep their key."""
 
-LABELS = ("name", "method", "task", "policy", "knob", "kernel", "shape", "key", "settings")
+LABELS = ("name", "method", "execution", "task", "policy", "knob", "kernel", "shape", "key", "settings")
 
 STYLE = """
 :root { color-scheme: light dark }
@@ -150,18 +157,22 @@ def publish(
     plots: Mapping[str, Figure],
     notes: Sequence[str] = (),
     maps: Sequence[tuple[str, PageWatch | None]] = (),
+    tables: Sequence[Shown] = (),
 ) -> None:
     """End a run: final metrics, plots, report, tracked results, and the table on the terminal.
 
     Args:
         notes: what a reader must know to read the table, one sentence each.
         maps: page maps, each as what it shows and the watch that saw it; None is no map.
+        tables: what a reader looks at first, where one table of all rows is not it.
     """
+    tables = tables or [(rows, main_columns(rows))]
     files = {name: run.save_plot(name, figure) for name, figure in plots.items()}
-    run.write("report.html", page(run, config, rows, notes, maps))
+    run.write("report.html", page(run, config, rows, notes, maps, tables))
     run.tracker.log_results(rows, files)
     run.write_rows(rows, complete=True)
-    console.print(terminal_table(rows))
+    for own, keys in tables:
+        console.print(terminal_table(own, keys))
     for note in notes:
         console.print(note, style="dim", markup=False, highlight=False)
 
@@ -196,6 +207,7 @@ def page(
     rows: Sequence[Row],
     notes: Sequence[str],
     maps: Sequence[tuple[str, PageWatch | None]],
+    tables: Sequence[Shown],
 ) -> str:
     """The HTML report; images and page maps are inside it."""
     environment = run.environment
@@ -207,7 +219,7 @@ def page(
     return (
         f"<!doctype html><html lang=en><meta charset=utf-8><title>{html.escape(title)}</title><style>{STYLE}</style>"
         f"<h1>{html.escape(title)}</h1>"
-        f"{_table(rows, main_columns(rows))}"
+        f"{''.join(_table(own, keys) for own, keys in tables)}"
         f"{''.join(f'<p>{html.escape(note)}</p>' for note in notes)}{images}"
         f"{''.join(page_map.section(watch, shows) for shows, watch in maps if watch is not None)}"
         f"<details><summary>All columns</summary>{_table(rows, columns(rows))}</details>"

@@ -1,7 +1,7 @@
 """Types of every configuration key. Hydra checks each value against them while it composes; see ``configs/``.
 
 Groups that several experiments have are in ``schema_groups``, the experiments on memory in ``schema_memory``, those on
-speed in ``schema_serving``, that on kernels in ``schema_kernels``.
+speed in ``schema_serving``, those on decode steps and on kernels in ``schema_decode`` and ``schema_kernels``.
 
 An experiment has its own subclass of ``Config``, so that a key which an experiment would ignore does not exist there.
 Ranges are checked when a typed object is made, as far as that needs no heavy import; the engine and the samplers check
@@ -16,6 +16,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
 from octavo.scripts.refusal import ConfigError, at_least
+from octavo.scripts.schema_decode import DecodeStep
 from octavo.scripts.schema_groups import (
     Config,
     EngineSettings,
@@ -45,6 +46,7 @@ __all__ = [
     "Allocators",
     "CodeCompletion",
     "Config",
+    "DecodeStep",
     "Devices",
     "Elastic",
     "EngineSettings",
@@ -115,6 +117,7 @@ EXPERIMENTS: dict[str, type[Config]] = {
     "allocators": Allocators,
     "code_completion": CodeCompletion,
     "concurrency": Concurrency,
+    "decode_step": DecodeStep,
     "devices": Devices,
     "elastic": Elastic,
     "eviction": Eviction,

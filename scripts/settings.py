@@ -32,7 +32,8 @@ def typed(cfg: DictConfig) -> Config:
     if missing:
         raise ConfigError(f"{missing[0]} has no value; give one with {missing[0]}=...")
     config = typing.cast(Config, OmegaConf.to_object(merged))
-    config.model.path = resolved_model(config.model.path)
+    if config.model.path is not None:  # a model of random weights has none
+        config.model.path = resolved_model(config.model.path)
     for owner, key in ((config, "resume"), (config, "prompts_file"), (getattr(config, "task", None), "path")):
         if getattr(owner, key, None):
             setattr(owner, key, str(absolute(getattr(owner, key))))

@@ -83,9 +83,8 @@ def build(
     """
     from octavo.scripts.tasks.items import load_items, prompt_text
 
-    random, shape = Random(seed), SHAPES[name]
-    count = shape.requests if requests is None else requests
-    lengths = [shape.draw(random) for _ in range(count)][:limit] + ([] if last is None else [last])
+    random = Random(seed)
+    lengths = _lengths(name, random, requests)[:limit] + ([] if last is None else [last])
     items = load_items()
     random.shuffle(items)
     needed = sum(prompt for prompt, _ in lengths)
@@ -101,6 +100,19 @@ def build(
         start += prompt
     whole = Workload(name, tuple(prompts), tuple(new for _, new in lengths))
     return whole if limit is None else whole.cut(len(lengths), SMOKE_PROMPT, SMOKE_NEW)
+
+
+def random_ids(name: str, vocab_size: int, seed: int) -> Workload:
+    """A workload by name for a model without a tokenizer: token ids are drawn with equal probability."""
+    random = Random(seed)
+    lengths = _lengths(name, random)
+    prompts = tuple(random.choices(range(vocab_size), k=prompt) for prompt, _ in lengths)
+    return Workload(name, prompts, tuple(new for _, new in lengths))
+
+
+def _lengths(name: str, random: Random, requests: int | None = None) -> list[Lengths]:
+    shape = SHAPES[name]
+    return [shape.draw(random) for _ in range(shape.requests if requests is None else requests)]
 
 
 def refuse_too_long(workload: Workload, model: Any) -> None:
