@@ -9,7 +9,6 @@ from typing import Any
 
 from octavo.scripts import model_shapes
 from octavo.scripts.decode_shapes import StepShape
-from octavo.scripts.progress import waiting
 from octavo.scripts.schema_decode import EXECUTIONS, DecodeStep
 from octavo.scripts.workloads import Workload
 
@@ -23,8 +22,7 @@ class Models:
 
     def get(self) -> Any:
         if self._model is None:
-            with waiting("making the model"):
-                self._model = model_shapes.make(self.config.model)
+            self._model = model_shapes.make(self.config.model)
         return self._model
 
     def drop(self) -> None:

@@ -155,7 +155,7 @@ def _load() -> dict[str, Any]:
 def _floor(run: Run, models: Models) -> Floor:
     """That of this run, from rates measured when it began; its first sample."""
     if not run.samples:
-        with waiting("measuring the device's own rates"):
+        with waiting("making the model, and measuring the device's own rates"):
             model = models.get()
             floor = Floor.of(model, measure_rates(model.device, model.dtype))
         run.add({"item": FLOOR, "round": 0, "name": "device", "execution": "", **dataclasses.asdict(floor)})

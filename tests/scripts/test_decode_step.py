@@ -59,8 +59,12 @@ class TestFloor:
         assert floor.head_parameters == 512 * 64 and floor.kv_bytes_per_token == 2 * 2 * 2 * 16 * 4
 
     def test_a_tied_one_is_the_output_layer(self) -> None:
-        model = on_meta("smollm2-135m", torch.bfloat16)
-        assert Floor.of(model, H200).weight_bytes == 2 * sum(p.numel() for p in model.parameters()) == 269_030_016
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        model = LlamaForCausalLM(LlamaConfig(**{**model_shapes.SHAPES["tiny"], "tie_word_embeddings": True}))
+        floor = Floor.of(model, H200)
+        assert floor.parameters == sum(weight.numel() for weight in model.parameters())
+        assert floor == Floor.of(on_meta("tiny", torch.float32), H200)
 
     def test_the_customary_shapes_on_an_h200(self) -> None:
         """As an 8B Llama's floors have been published with the issue; the largest batch is bound by its products."""
