@@ -184,7 +184,7 @@ def test_three_hundred_requests(t_model, host_tier_for, alone, fields, give_ever
     soak(engine, alone, 300, 0.1, give_everything_up, assert_nothing_held)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("fields", VARIANTS.values(), ids=VARIANTS)
 def test_ten_thousand_requests(t_model, host_tier_for, alone, fields, give_everything_up, assert_nothing_held):
