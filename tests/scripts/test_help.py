@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -28,9 +28,10 @@ HEAVY = ("torch", "transformers", "wandb", "triton", "matplotlib", "rapidfuzz")
 
 
 def test_help_lists_experiments_without_heavy_imports(tmp_path: Path) -> None:
-    start = time.perf_counter()
+    before = os.times()
     result = python(MAIN, "--help", cwd=tmp_path, without=HEAVY)
-    assert time.perf_counter() - start < 3
+    after = os.times()  # processor time: how busy the machine is does not count
+    assert after.children_user + after.children_system - before.children_user - before.children_system < 3
     assert result.returncode == 0, result.stderr
     assert "code_completion  Complete lines of real Python files" in result.stdout
     assert "generate " in result.stdout and "limit=2" in result.stdout and "resume=FOLDER" in result.stdout
