@@ -1,7 +1,8 @@
 """Types of every configuration key. Hydra checks each value against them while it composes; see ``configs/``.
 
 Groups that several experiments have are in ``schema_groups``, the experiments on memory in ``schema_memory``, those on
-speed in ``schema_serving``, those on decode steps and on kernels in ``schema_decode`` and ``schema_kernels``.
+speed in ``schema_serving``, those on quality in ``schema_quality``, those on decode steps and on kernels in
+``schema_decode`` and ``schema_kernels``.
 
 An experiment has its own subclass of ``Config``, so that a key which an experiment would ignore does not exist there.
 Ranges are checked when a typed object is made, as far as that needs no heavy import; the engine and the samplers check
@@ -39,11 +40,13 @@ from octavo.scripts.schema_memory import (
     PageSize,
     Sharing,
 )
+from octavo.scripts.schema_quality import Calibrate, MultiTurn, Perplexity, Ruler
 from octavo.scripts.schema_serving import Latency, Throughput
 
 __all__ = [
     "EXPERIMENTS",
     "Allocators",
+    "Calibrate",
     "CodeCompletion",
     "Config",
     "DecodeStep",
@@ -55,7 +58,10 @@ __all__ = [
     "Knobs",
     "Latency",
     "ModelSettings",
+    "MultiTurn",
     "PageSize",
+    "Perplexity",
+    "Ruler",
     "SamplingSettings",
     "Sharing",
     "SparseSettings",
@@ -115,6 +121,7 @@ class Devices(WithPageMap):
 
 EXPERIMENTS: dict[str, type[Config]] = {
     "allocators": Allocators,
+    "calibrate": Calibrate,
     "code_completion": CodeCompletion,
     "concurrency": Concurrency,
     "decode_step": DecodeStep,
@@ -127,7 +134,10 @@ EXPERIMENTS: dict[str, type[Config]] = {
     "knobs": Knobs,
     "latency": Latency,
     "layer_groups": LayerGroups,
+    "multi_turn": MultiTurn,
     "page_size": PageSize,
+    "perplexity": Perplexity,
+    "ruler": Ruler,
     "sharing": Sharing,
     "throughput": Throughput,
 }

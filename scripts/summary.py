@@ -10,7 +10,15 @@ from octavo.scripts.tasks.statistics import Estimate, bootstrap_mean, paired_boo
 
 Sample = Mapping[str, Any]
 
-QUALITIES = ("exact_match", "edit_similarity", "identifier_exact_match", "identifier_f1")
+QUALITIES = ("accuracy", "exact_match", "edit_similarity", "identifier_exact_match", "identifier_f1")
+
+_BYTES = {
+    "kv_bytes": "kv_bytes_read",
+    "predicted_kv_bytes": "predicted_kv_bytes",
+    "digest_bytes": "digest_bytes_read",
+    "predicted_digest_bytes": "predicted_digest_bytes",
+}
+"""What a row gives a token: the key of a sample that has the sum."""
 
 
 def rows(samples: Sequence[Sample], *, task: str, seed: int = 0, intervals: bool = True) -> list[dict[str, Any]]:
@@ -20,7 +28,8 @@ def rows(samples: Sequence[Sample], *, task: str, seed: int = 0, intervals: bool
     ``perplexity`` is that of the gold line: the exponential of minus the mean over items of
     ``gold_log_likelihood_per_token`` (natural logarithm). ``<key>_vs_dense`` is the mean paired difference to dense
     over the items that both have. ``seconds`` add up, item by item, the time from handing in to the finished line; the
-    methods of an item run in one batch, so their times overlap, and the peaks are of the batch.
+    methods of an item run in one batch, so their times overlap, and the peaks are of the batch. A quality, or bytes,
+    that samples of a method lack, its row lacks too.
 
     Args:
         intervals: False leaves out what needs resampling, for rows that are rewritten after every item.
@@ -38,15 +47,16 @@ def rows(samples: Sequence[Sample], *, task: str, seed: int = 0, intervals: bool
             _estimate(row, key, [sample[key] for sample in own.values()], seed, intervals)
             if paired:
                 _compare(row, key, [own[i][key] for i in paired], [dense[i][key] for i in paired], seed, intervals)
-        likelihood = [_per_token(sample) for sample in own.values()]
-        _estimate(row, "gold_log_likelihood_per_token", likelihood, seed, intervals)
-        if paired:
-            pair = [_per_token(own[i]) for i in paired], [_per_token(dense[i]) for i in paired]
-            _compare(row, "gold_log_likelihood_per_token", *pair, seed, intervals)
-        row["perplexity"] = _exp(-row["gold_log_likelihood_per_token"])
-        if intervals:
-            low, high = row["gold_log_likelihood_per_token_ci"]
-            row["perplexity_ci"] = [_exp(-high), _exp(-low)]
+        if all("gold_logprobs" in sample for sample in own.values()):
+            likelihood = [_per_token(sample) for sample in own.values()]
+            _estimate(row, "gold_log_likelihood_per_token", likelihood, seed, intervals)
+            if paired:
+                pair = [_per_token(own[i]) for i in paired], [_per_token(dense[i]) for i in paired]
+                _compare(row, "gold_log_likelihood_per_token", *pair, seed, intervals)
+            row["perplexity"] = _exp(-row["gold_log_likelihood_per_token"])
+            if intervals:
+                low, high = row["gold_log_likelihood_per_token_ci"]
+                row["perplexity_ci"] = [_exp(-high), _exp(-low)]
         row.update(_costs(list(own.values())))
         found.append(row)
     return found
@@ -57,11 +67,9 @@ def _costs(samples: Sequence[Sample]) -> dict[str, Any]:
         return float(sum(sample[key] for sample in samples))
 
     steps, tokens, seconds = total("decode_steps"), total("new_tokens"), total("seconds")
+    known = {name: key for name, key in _BYTES.items() if all(key in sample for sample in samples)}
     return {
-        "kv_bytes_per_token": total("kv_bytes_read") / steps if steps else None,
-        "predicted_kv_bytes_per_token": total("predicted_kv_bytes") / steps if steps else None,
-        "digest_bytes_per_token": total("digest_bytes_read") / steps if steps else None,
-        "predicted_digest_bytes_per_token": total("predicted_digest_bytes") / steps if steps else None,
+        **{f"{name}_per_token": total(key) / steps if steps else None for name, key in known.items()},
         "units_held_peak": max(sample["units_held_peak"] for sample in samples),
         "device_bytes_peak": max(sample["device_bytes_peak"] for sample in samples),
         "prompt_tokens_mean": total("prompt_tokens") / len(samples),

@@ -44,9 +44,11 @@ def answer_ids(tokenizer: Any, answer: str) -> list[int]:
     return _plain(tokenizer, answer)
 
 
-def longest(make: Callable[[int], QuestionPrompt], least: int, most: int, max_tokens: int) -> QuestionPrompt:
+def longest(
+    make: Callable[[int], QuestionPrompt], least: int, most: int, max_tokens: int
+) -> tuple[QuestionPrompt, int]:
     """The longest of the prompts ``make(words)``, from ``least`` to ``most`` words, that has at most ``max_tokens``
-    tokens; so it lacks fewer than one word has. A longer text must have more tokens.
+    tokens, and its words. Where every further word has tokens of its own, the prompt lacks fewer than one word has.
 
     Raises:
         ValueError: the shortest is too long.
@@ -62,7 +64,7 @@ def longest(make: Callable[[int], QuestionPrompt], least: int, most: int, max_to
             low, best = middle, prompt
         else:
             high = middle
-    return best
+    return best, low
 
 
 def _plain(tokenizer: Any, text: str) -> list[int]:

@@ -1,16 +1,15 @@
 """A suite of synthetic long-context tasks after RULER (arXiv 2404.06654): what is to be found is planted at a place
 that is known, in a text of any length.
 
-| task                 | planted                                  | asked                     | RULER, appendix B        |
-|----------------------|------------------------------------------|---------------------------|--------------------------|
-| `needle_single`      | one code of one name                     | its code                  | S-NIAH                   |
-| `needle_multi_key`   | the codes of four names                  | the code of one           | MK-NIAH                  |
-| `needle_multi_value` | four codes of one name                   | all four                  | MV-NIAH                  |
-| `needle_multi_query` | the codes of four names                  | all four                  | MQ-NIAH                  |
-| `variable_tracking`  | a value and four assignments, one after  | the five variables        | VT, one chain, four hops |
-|                      | the other                                |                           |                          |
-| `frequent_words`     | invented words, the k-th as often as     | the three most frequent   | FWE, alpha = 2           |
-|                      | k ** -2 says                             |                           |                          |
+| task                 | planted                                  | asked                   | RULER, appendix B        |
+|----------------------|------------------------------------------|-------------------------|--------------------------|
+| `needle_single`      | one code of one name                     | its code                | S-NIAH                   |
+| `needle_multi_key`   | the codes of four names                  | the code of one         | MK-NIAH                  |
+| `needle_multi_value` | four codes of one name                   | all four                | MV-NIAH                  |
+| `needle_multi_query` | the codes of four names                  | all four                | MQ-NIAH                  |
+| `variable_tracking`  | a value, and four assignments after it   | the five variables      | VT, one chain, four hops |
+| `frequent_words`     | invented words, the k-th as often as     | the three most frequent | FWE, alpha = 2           |
+|                      | k ** -2 says                             |                         |                          |
 
 Deviations: the texts, names and wording are octavo's own; the filler is made of varied sentences instead of one that
 repeats or of essays; words get exactly their share of places instead of drawing them; variable tracking comes without a
