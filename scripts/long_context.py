@@ -1,4 +1,4 @@
-"""What the experiments on quality over long contexts share: the costs of a sample, and a run's way through its items."""
+"""What the experiments on quality over long contexts share: the costs of a sample, and the way through the items."""
 
 from __future__ import annotations
 

@@ -12,8 +12,8 @@ Row = Mapping[str, Any]
 
 
 def heat_maps(samples: Sequence[Row], methods: Sequence[str], quality: str) -> Figure:
-    """A panel a method: mean ``quality`` of the needles by length of the prompt and depth of the needle. Samples without
-    a depth are left out."""
+    """A panel a method: mean ``quality`` by length of the prompt and depth of the needle. Samples without a depth are
+    left out."""
     placed = [sample for sample in samples if sample["depth"] is not None]
     lengths, depths = (sorted({sample[key] for sample in placed}) for key in ("length", "depth"))
     grids = {method: _means(placed, method, lengths, depths, quality) for method in methods}
@@ -83,3 +83,14 @@ def _means(
             if cell:
                 grid[y, x] = np.mean(cell)
     return grid
+
+
+def kept_by_layer(percent: Sequence[float]) -> Figure:
+    """What a calibrated basis keeps of each layer."""
+    figure = Figure(figsize=(7, 3.5), layout="constrained")
+    axes = figure.add_subplot()
+    axes.bar(range(len(percent)), percent)
+    axes.set_xlabel("layer")
+    axes.set_ylabel("kept (%)")
+    axes.set_ylim(0, 100)
+    return figure

@@ -1,17 +1,19 @@
-"""Bases in which a few dimensions say most of what a model's keys have to say to its queries, for ``Projection``::
+"""Bases in which a few dimensions say most of what a model's keys have to say to its queries, for ``Projection``.
+
+``octavo experiment=calibrate method=loki`` makes a model's file from texts that are on every machine; with texts of
+one's own::
 
     model, tokenizer = load("path-or-hub-id", "auto", "auto")  # octavo.core.hf_model
     queries, keys = queries_and_keys(model, [tokenizer(text).input_ids for text in texts])
-    save("loki.npy", principal_directions(keys, 16))
-    save("double_sparsity.npy", heavy_channels(queries, keys, 16))
+    basis_files.write("loki.npz", principal_directions(keys, 16), {"method": "loki"})
+    basis_files.write("double_sparsity.npz", heavy_channels(queries, keys, 16), {"method": "double_sparsity"})
 
 A few thousand tokens of text like that of the task are enough: the bases describe the model more than the text.
 """
 
+import hashlib
 from collections.abc import Sequence
-from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import one_hot
@@ -70,17 +72,41 @@ def principal_directions(keys: Tensor, rank: int) -> Tensor:
 def heavy_channels(queries: Tensor, keys: Tensor, rank: int) -> Tensor:
     """Unit vectors of the ``rank`` channels d of largest mean |q_d k_d|, fp32 [layers, Hkv, D, rank] (Double Sparsity,
     arXiv 2408.07092, section 3.1); a mean over all pairs of tokens, so it is the product of two means."""
-    layers, _, kv_heads, dim = keys.shape
+    dim = keys.shape[3]
     _check_rank(rank, dim)
-    of_queries = queries.abs().mean(1).view(layers, kv_heads, -1, dim).sum(2)
-    channels = (of_queries * keys.abs().mean(1)).argsort(dim=-1, descending=True, stable=True)[..., :rank]
+    channels = _channel_weight(queries, keys).argsort(dim=-1, descending=True, stable=True)[..., :rank]
     return one_hot(channels, dim).transpose(2, 3).float()
 
 
-def save(file: str | Path, basis: Tensor) -> None:
-    """Write a basis [layers, Hkv, D, rank] as fp16, in NumPy's format."""
-    with open(file, "wb") as out:
-        np.save(out, basis.cpu().numpy().astype(np.float16), allow_pickle=False)
+def variance_kept(keys: Tensor, basis: Tensor) -> Tensor:
+    """The share of the variance of keys [layers, T, Hkv, D] that lies in an orthonormal basis [layers, Hkv, D, rank]:
+    [layers, Hkv], 0 to 1. It is what ``principal_directions`` makes largest."""
+    spread = keys - keys.mean(1, keepdim=True)
+    within = torch.einsum("lthd,lhdr->lthr", spread, basis)
+    return within.square().sum((1, 3)) / spread.square().sum((1, 3))
+
+
+def products_kept(queries: Tensor, keys: Tensor, basis: Tensor) -> Tensor:
+    """The share of the mean |q_d k_d| that lies in the channels which a basis [layers, Hkv, D, rank] of unit vectors
+    picks: [layers, Hkv], 0 to 1. It is what ``heavy_channels`` makes largest."""
+    weight = _channel_weight(queries, keys)
+    return (weight[..., None] * basis).sum((2, 3)) / weight.sum(2)
+
+
+def weights_sha256(model: nn.Module) -> str:
+    """A hash of all parameters, as fp32, by name: the same in whatever precision a checkpoint was loaded that holds its
+    values exactly."""
+    digest = hashlib.sha256()
+    for name, parameter in sorted(model.named_parameters()):
+        digest.update(f"{name} {list(parameter.shape)}".encode())
+        digest.update(memoryview(parameter.detach().cpu().float().numpy()).cast("B"))
+    return digest.hexdigest()
+
+
+def _channel_weight(queries: Tensor, keys: Tensor) -> Tensor:
+    """Mean |q_d| of a KV head's queries, added up, times mean |k_d|: [layers, Hkv, D]."""
+    layers, _, kv_heads, dim = keys.shape
+    return queries.abs().mean(1).view(layers, kv_heads, -1, dim).sum(2) * keys.abs().mean(1)
 
 
 def _check_rank(rank: int, dim: int) -> None:

@@ -4,15 +4,14 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from io import BytesIO
 from pathlib import Path
 from typing import ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from octavo.core.interfaces import ModelSpec, PageView
+from octavo.sparse.basis_files import BasisFile, model_identity, read, shipped
 from octavo.sparse.digests import Digested
 from octavo.sparse.ranking import grouped, sealed
 from octavo.sparse.scorers import Scored
@@ -31,46 +30,58 @@ class Projection(Digested, Scored):
     of the open page have no digest and no part in the softmax.
 
     Args:
-        file: what ``octavo.sparse.calibration.save`` wrote for this model.
+        file: what ``octavo experiment=calibrate`` wrote for this model (``octavo.sparse.basis_files``).
+        shipped: the method whose file is taken, of those that come with octavo, where ``file`` is None.
     """
 
     parts: ClassVar[frozenset[str]] = frozenset({"reduced"})
     shares: ClassVar[bool] = True
     file: str | None = field(default=None, compare=False, repr=False)
+    shipped: str = ""
     checksum: str = field(default="", init=False)
-    """Of the file, so that pages shaped with another one have another provenance."""
+    """Of the files that may be used, so that pages shaped with others have another provenance."""
 
     def __post_init__(self) -> None:
-        if self.file is not None:
-            if not Path(self.file).is_file():
-                raise ValueError(f"digest.file={self.file}: no such calibration file")
-            object.__setattr__(self, "checksum", hashlib.sha256(Path(self.file).read_bytes()).hexdigest())
+        if self.file is not None and not Path(self.file).is_file():
+            raise ValueError(f"digest.file={self.file}: no such calibration file")
+        object.__setattr__(self, "checksum", self._checksum())
 
     def spec(self, page_tokens: int, model: ModelSpec) -> Mapping[str, tuple[int, ...]]:
-        if self.file is None:
-            raise ValueError("digest.file is not set, and this method needs calibration: octavo.sparse.calibration")
-        shape = tuple(self.basis.shape)
-        if shape[:3] != (model.layers, model.kv_heads, model.head_dim):
+        found = self._files.get((model.kv_heads, model.head_dim))
+        if self.file is None and (found is None or found.provenance["model"] != model_identity(model)):
+            raise ValueError(
+                f"digest.file is not set, and this method needs calibration: none comes with octavo for this "
+                f"{model.name} of {model.layers} layers; `octavo experiment=calibrate` makes a file"
+            )
+        if found is None or len(found.basis) != model.layers:
+            (shape,) = [tuple(one.basis.shape) for one in self._files.values()]
             raise ValueError(
                 f"digest.file={self.file} is of {shape[0]} layers, {shape[1]} KV heads and head size {shape[2]}; "
                 f"{model.name} has {model.layers}, {model.kv_heads} and {model.head_dim}"
             )
-        return {"reduced": (model.kv_heads, page_tokens, shape[3])}
+        return {"reduced": (model.kv_heads, page_tokens, found.basis.shape[3])}
 
     @cached_property
-    def basis(self) -> Tensor:
-        """fp32 [layers, Hkv, D, r]."""
-        assert self.file is not None
-        data = Path(self.file).read_bytes()
-        if hashlib.sha256(data).hexdigest() != self.checksum:
+    def _files(self) -> Mapping[tuple[int, int], BasisFile]:
+        """By number and size of KV heads, which say whose file it is: ``compute`` and ``score`` see no more."""
+        if self._checksum() != self.checksum:
             raise ValueError(f"digest.file={self.file} has changed since the method was made; make it again")
-        return torch.from_numpy(np.load(BytesIO(data), allow_pickle=False)).float()
+        read_ones = [read(path.read_bytes(), str(path)) for path in self._paths()]
+        return {(one.basis.shape[1], one.basis.shape[2]): one for one in read_ones}
+
+    def _paths(self) -> list[Path]:
+        return shipped(self.shipped) if self.file is None else [Path(self.file)]
+
+    def _checksum(self) -> str:
+        return hashlib.sha256(b"".join(path.read_bytes() for path in self._paths())).hexdigest()
 
     def compute(self, k: Tensor, v: Tensor, layers: Sequence[int]) -> Mapping[str, Tensor]:
-        return {"reduced": k.float() @ self.basis[list(layers)].to(k.device)}
+        basis = self._files[k.shape[2], k.shape[4]].basis
+        return {"reduced": k.float() @ basis[list(layers)].to(k.device)}
 
     def score(self, q: Tensor, pages: PageView) -> Tensor:
-        queries = grouped(q, pages.kv_heads) @ self.basis[pages.layer].to(q.device)  # [b, Hkv, g, r]
+        basis = self._files[pages.kv_heads, q.shape[2]].basis[pages.layer]
+        queries = grouped(q, pages.kv_heads) @ basis.to(q.device)  # [b, Hkv, g, r]
         keys = pages.digest("reduced").float()  # [b, P, Hkv, p, r]
         logits = torch.einsum("bhgr,bphtr->bhgpt", queries, keys) * pages.traits.scale
         logits = logits.masked_fill(~sealed(pages)[:, :, None, :, None], -torch.inf)

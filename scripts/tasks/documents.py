@@ -1,4 +1,5 @@
-"""Long documents that are on any machine with Python: sources of its standard library, and its reference manual.
+"""Long documents that are on any machine with Python: sources of its standard library, its reference
+manual, and what packages say of themselves.
 
 They are read where they are installed, and none is copied into the project, so they differ between versions of Python;
 ``Document.sha256`` says whether two machines read the same.
@@ -41,13 +42,23 @@ def code() -> list[Document]:
     return [_of_python(name, text) for name, text in files if len(text) >= LEAST_CHARACTERS]
 
 
-def text() -> list[Document]:
-    """Prose, by name: the long chapters of the Python reference that ``help()`` shows, then the long descriptions of
-    the installed packages."""
+def chapters() -> list[Document]:
+    """The long chapters of Python's reference manual that ``help()`` shows, by name."""
     from pydoc_data.topics import topics
 
-    chapters = [_of_python(name, chapter) for name, chapter in sorted(topics.items())]
-    return [document for document in [*chapters, *_descriptions()] if len(document.text) >= LEAST_CHARACTERS]
+    return [_of_python(name, text) for name, text in sorted(topics.items()) if len(text) >= LEAST_CHARACTERS]
+
+
+def text() -> list[Document]:
+    """Prose: ``chapters``, then the long descriptions of the installed packages, by name."""
+    return chapters() + [document for document in _descriptions() if len(document.text) >= LEAST_CHARACTERS]
+
+
+def of_python(seed: int) -> list[Document]:
+    """What every machine with this version of Python has, sources and chapters, in an order drawn from ``seed``."""
+    found = code() + chapters()
+    Random(seed).shuffle(found)
+    return found
 
 
 def shuffled(kind: str, seed: int) -> list[Document]:
@@ -58,8 +69,8 @@ def shuffled(kind: str, seed: int) -> list[Document]:
 
 
 def long_enough(kind: str, seed: int, tokenizer: Any, tokens: int, count: int) -> list[tuple[Document, list[int]]]:
-    """The first ``count`` of ``shuffled`` that have at least ``tokens`` tokens, with their token ids, without special ones; fewer, if there
-    are no more.
+    """The first ``count`` of ``shuffled`` that have at least ``tokens`` tokens, with their token ids, without special
+    ones; fewer documents, if there are no more.
 
     Raises:
         ValueError: there is none.
