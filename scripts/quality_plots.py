@@ -30,7 +30,8 @@ def heat_maps(samples: Sequence[Row], methods: Sequence[str], quality: str) -> F
         axes.set_xlabel("tokens")
         axes.set_title(method)
         for (y, x), value in np.ndenumerate(grid):
-            axes.text(x, y, f"{value:.0f}" if points else f"{value:.2f}", ha="center", va="center", color="C1")
+            ink = "black" if value > low + 0.6 * (high - low) else "white"
+            axes.text(x, y, f"{value:.0f}" if points else f"{value:.2f}", ha="center", va="center", color=ink)
     panels[0].set_ylabel("depth of the needle")
     figure.colorbar(image, ax=list(panels), label=quality.replace("_", " "))
     return figure

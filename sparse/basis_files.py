@@ -53,7 +53,7 @@ def read(data: bytes, name: str) -> BasisFile:
     try:
         with np.load(BytesIO(data), allow_pickle=False) as arrays:
             return BasisFile(torch.from_numpy(arrays["basis"]).float(), json.loads(str(arrays["provenance"])))
-    except (ValueError, KeyError, OSError, BadZipFile, AttributeError, TypeError) as error:
+    except (ValueError, KeyError, OSError, EOFError, BadZipFile, AttributeError, TypeError) as error:
         raise ValueError(f"{name} is no calibration file, or it is damaged: {error}") from error
 
 

@@ -58,11 +58,15 @@ def test_limit_makes_any_experiment_a_smoke_test(
 ) -> None:
     if name == "kernels":
         pytest.skip("Triton's interpreter needs a process of its own: test_kernels_experiment.py")
+    model = f"model.path={tiny_model}"
     arguments = {
         "code_completion": tiny,
         "layer_groups": [f"model.path={windowed_model}", "contexts=[80,100,120]"],
+        "multi_turn": [model, "length=500"],
+        "perplexity": [model, "context_tokens=300", "scored_tokens=8"],
+        "ruler": [model, "lengths=[800]", "max_new_tokens=8"],
     }
-    outcome = octavo(f"experiment={name}", "limit=2", *arguments.get(name, [f"model.path={tiny_model}"]))
+    outcome = octavo(f"experiment={name}", "limit=2", *arguments.get(name, [model]))
     assert outcome.code == 0, outcome.err
     assert outcome.metrics["complete"] is True and outcome.metrics["rows"]
     assert outcome.folder.parent == Path.cwd() / "runs" / name

@@ -55,6 +55,11 @@ def test_the_wheel_holds_every_yaml_and_module(wheel: Path) -> None:
                 assert f"octavo/{file.relative_to(ROOT)}" in inside
 
 
+def test_the_wheel_holds_the_calibrated_bases(wheel: Path) -> None:
+    bases = [file.name for file in (ROOT / "sparse" / "data").iterdir()]
+    assert bases and {f"octavo/sparse/data/{name}" for name in bases} <= files(wheel)
+
+
 def test_the_wheel_holds_the_items_and_their_notice(wheel: Path) -> None:
     assert {f"octavo/scripts/tasks/data/{name}" for name in ("items.jsonl.gz", "NOTICE")} <= files(wheel)
 

@@ -1,0 +1,204 @@
+"""The experiments on quality over long contexts, and calibration, on a tiny model with random weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from octavo.scripts.experiments.ruler import specs
+from octavo.scripts.schema import Calibrate, Ruler
+from octavo.sparse import basis_files
+
+from .conftest import Command, samples
+
+NAMES = ("dense", "streaming", "quest")
+METHODS = (
+    "sparse.methods=[dense,streaming,quest]",
+    "sparse.budget_tokens=128",
+    "sparse.overrides={streaming: {dense_layers: []}, quest: {dense_layers: []}}",
+)
+
+
+class TestRuler:
+    ARGUMENTS = (
+        "experiment=ruler", "lengths=[600]", "depths=[0.0,1.0]", "repeats=1", "max_new_tokens=8",
+        "tasks=[needle_single,frequent_words]", *METHODS,
+    )  # fmt: skip
+
+    def test_a_run(self, octavo: Command, tiny_model: Path) -> None:
+        outcome = octavo(*self.ARGUMENTS, f"model.path={tiny_model}")
+        assert outcome.code == 0, outcome.err
+        rows = outcome.metrics["rows"]
+        assert [(row["task"], row["length"], row["method"]) for row in rows] == [
+            (task, 600, method) for task in ("needle_single", "frequent_words") for method in NAMES
+        ]  # fmt: skip
+        for row in rows:
+            assert row["items"] == 2 and row["failed"] == 0
+            assert row["accuracy_ci"][0] <= row["accuracy"] <= row["accuracy_ci"][1]
+            assert row["kv_bytes_per_token"] == row["predicted_kv_bytes_per_token"] > 0
+            assert row["digest_bytes_per_token"] == row["predicted_digest_bytes_per_token"]
+            assert ("accuracy_vs_dense" in row) == (row["method"] != "dense")
+        assert rows[1]["kv_bytes_per_token"] < 0.5 * rows[0]["kv_bytes_per_token"]
+        taken = samples(outcome.folder)
+        assert all(580 <= s["prompt_tokens"] <= 592 and len(s["gold_logprobs"]) > 5 for s in taken)
+        assert {s["depth"] for s in taken} == {0.0, 1.0, None}
+        assert {file.name for file in (outcome.folder / "plots").iterdir()} == {"pareto.png", "depths.png"}
+
+    def test_a_sparse_question_is_scored(self, octavo: Command, tiny_model: Path) -> None:
+        outcome = octavo(*self.ARGUMENTS, f"model.path={tiny_model}", "question=sparse", "limit=1")
+        assert outcome.code == 0, outcome.err
+        dense, streaming, _ = outcome.metrics["rows"]
+        assert "accuracy" not in dense and "kv_bytes_per_token" not in dense
+        assert dense["perplexity"] > 1 and "gold_log_likelihood_per_token_vs_dense" in streaming
+        assert streaming["predicted_kv_bytes_per_token"] < 0.5 * dense["predicted_kv_bytes_per_token"]
+        asked = octavo(*self.ARGUMENTS, f"model.path={tiny_model}", "limit=1").metrics["rows"][0]
+        assert dense["perplexity"] == pytest.approx(asked["perplexity"], rel=1e-3)  # for dense it is one question
+
+    def test_an_interrupted_run_goes_on(self, octavo: Command, tiny_model: Path) -> None:
+        first = octavo(*self.ARGUMENTS, f"model.path={tiny_model}", "limit=2")
+        file = first.folder / "samples.jsonl"
+        lines = file.read_text().splitlines(keepends=True)
+        file.write_text("".join(lines[:4]))
+        assert octavo(f"resume={first.folder}").code == 0
+        again = file.read_text().splitlines(keepends=True)
+        assert again[:4] == lines[:4]
+        assert [json.loads(line)["output"] for line in again] == [json.loads(line)["output"] for line in lines]
+
+    def test_budgets_are_told_apart(self, octavo: Command, tiny_model: Path) -> None:
+        outcome = octavo(*self.ARGUMENTS, f"model.path={tiny_model}", "budgets=[128,256]", "limit=1")
+        assert [row["method"] for row in outcome.metrics["rows"]] == [
+            "dense", "streaming 128", "quest 128", "streaming 256", "quest 256",
+        ]  # fmt: skip
+
+    def test_a_length_without_room_costs_its_puzzles(self, octavo: Command, tiny_model: Path) -> None:
+        outcome = octavo(*self.ARGUMENTS, f"model.path={tiny_model}", "lengths=[60,600]")
+        assert outcome.code == 0, outcome.err
+        errors = [s for s in samples(outcome.folder) if "error" in s]
+        assert {s["length"] for s in errors} == {60} and "at most 52 tokens is wanted" in errors[0]["error"]
+
+    def test_the_first_few_are_of_different_tasks(self) -> None:
+        made = specs(Ruler(experiment="ruler"))
+        assert len({spec.id for spec in made}) == len(made) == 6 * 3 * 5 * 2
+        assert len({spec.task for spec in made[:6]}) == 6
+
+    @pytest.mark.parametrize(
+        ("override", "message"),
+        [
+            ("tasks=[needle]", "tasks=needle: unknown; did you mean 'needle_single'?"),
+            ("tasks=[]", "tasks is empty"),
+            ("lengths=[2000]", "lengths=2000: the engine's sequences have at most 1024 tokens"),
+            ("depths=[1.5]", "depths=1.5: must be 0"),
+            ("depths=[0.5,0.5]", "depths lists 0.5 twice"),
+            ("budgets=[0]", "budgets=0: must be at least 1"),
+            ("question=unseen", "no placement drops any yet"),
+            ("question=spars", "question=spars: unknown; did you mean 'sparse'?"),
+            ("chat=true", "chat=true: this model's tokenizer has no chat template"),
+        ],
+    )
+    def test_refusals(self, override: str, message: str, octavo: Command, tiny_model: Path) -> None:
+        outcome = octavo(*self.ARGUMENTS, f"model.path={tiny_model}", override)
+        assert outcome.code == 1 and message in outcome.err
+
+
+class TestPerplexity:
+    ARGUMENTS = ("experiment=perplexity", "documents=1", "context_tokens=300", "scored_tokens=12", *METHODS)
+
+    def test_a_run(self, octavo: Command, tiny_model: Path) -> None:
+        outcome = octavo(*self.ARGUMENTS, f"model.path={tiny_model}", "windows=2")
+        assert outcome.code == 0, outcome.err
+        rows = outcome.metrics["rows"]
+        assert [(row["task"], row["method"]) for row in rows] == [
+            (kind, method) for kind in ("code", "text") for method in NAMES
+        ]
+        assert all(len(s["gold_logprobs"]) == s["new_tokens"] == 24 for s in samples(outcome.folder))
+        assert rows[1]["predicted_kv_bytes_per_token"] < 0.6 * rows[0]["predicted_kv_bytes_per_token"]
+        assert rows[0]["perplexity_ci"][0] <= rows[0]["perplexity"] <= rows[0]["perplexity_ci"][1]
+
+    def test_windows_are_next_to_each_other(self, octavo: Command, tiny_model: Path) -> None:
+        arguments = (*self.ARGUMENTS[:4], f"model.path={tiny_model}", "sparse.methods=[dense]")
+        one, two = (samples(octavo(*arguments, f"windows={windows}").folder) for windows in (1, 2))
+        assert [sample["item"] for sample in one] == [sample["item"] for sample in two]
+        for short, long in zip(one, two, strict=True):
+            assert short["gold_logprobs"] == pytest.approx(long["gold_logprobs"][12:], abs=1e-4)
+
+    def test_too_long_is_refused(self, octavo: Command, tiny_model: Path) -> None:
+        outcome = octavo(*self.ARGUMENTS, f"model.path={tiny_model}", "context_tokens=1020")
+        assert outcome.code == 1 and "context_tokens + scored_tokens=1032: the engine's sequences have" in outcome.err
+        windows = octavo(*self.ARGUMENTS, f"model.path={tiny_model}", "windows=1000000")
+        assert windows.code == 1 and "no document of the kind 'code' has" in windows.err
+
+
+class TestMultiTurn:
+    ARGUMENTS = ("experiment=multi_turn", "conversations=2", "length=400", "turns=2", "max_new_tokens=6", *METHODS)
+
+    def test_a_run(self, octavo: Command, tiny_model: Path) -> None:
+        outcome = octavo(*self.ARGUMENTS, f"model.path={tiny_model}")
+        assert outcome.code == 0, outcome.err
+        rows = outcome.metrics["rows"]
+        assert [(row["task"], row["method"]) for row in rows] == [
+            (turn, method) for turn in ("turn 1", "turn 2", "dense turn") for method in NAMES
+        ]
+        assert all(row["items"] == 2 and row["kv_bytes_per_token"] > 0 for row in rows)
+        assert [row["same_tokens_percent"] for row in rows if row["task"] == "dense turn"] == [100.0] * 3
+        assert rows[1]["kv_bytes_per_token"] < 0.6 * rows[0]["kv_bytes_per_token"]  # a sparse turn reads less
+        assert rows[7]["kv_bytes_per_token"] > 0.9 * rows[6]["kv_bytes_per_token"]  # and the dense one does not
+        for sample in samples(outcome.folder):
+            first, second, _ = sample["turns"]
+            assert second["cached_tokens"] >= first["prompt_tokens"]
+
+    def test_the_dense_turn_finds_no_page_of_a_sparse_one(self, octavo: Command, tiny_model: Path) -> None:
+        layers = "sparse.overrides.quest.dense_layers=[]"
+        arguments = (*self.ARGUMENTS[:5], f"model.path={tiny_model}", "sparse.methods=[quest]", layers)
+        for sample in samples(octavo(*arguments, "sparse.budget_tokens=128").folder):
+            first, _, last = sample["turns"]
+            assert last["cached_tokens"] == first["prompt_tokens"] // 16 * 16
+
+    def test_refusals(self, octavo: Command, tiny_model: Path) -> None:
+        assert "turns=10: must be at most 9" in octavo(*self.ARGUMENTS, "turns=10", f"model.path={tiny_model}").err
+        outcome = octavo(*self.ARGUMENTS, "length=1025", f"model.path={tiny_model}")
+        assert outcome.code == 1 and "length=1025: the engine's sequences have at most 1024" in outcome.err
+
+
+class TestCalibrate:
+    ARGUMENTS = ("experiment=calibrate", "tokens=200", "text_tokens=50", "rank=4")
+
+    @pytest.mark.parametrize("method", ["loki", "double_sparsity"])
+    def test_the_file_serves_its_model(self, method: str, octavo: Command, tiny_model: Path, items_file: Path) -> None:
+        outcome = octavo(*self.ARGUMENTS, f"method={method}", f"model.path={tiny_model}")
+        assert outcome.code == 0, outcome.err
+        file = outcome.folder / f"{method}.npz"
+        made = basis_files.read(file.read_bytes(), str(file))
+        assert made.basis.shape == (2, 2, 16, 4)
+        assert made.provenance["tokens"] == 200 and len(made.provenance["documents"]) == 4
+        assert made.provenance["model"]["kv_heads"] == 2 and len(made.provenance["weights_sha256"]) == 64
+        (row,) = outcome.metrics["rows"]
+        assert 25 < row["kept_percent"] <= 100 and len(samples(outcome.folder)) == 2
+        again = octavo(*self.ARGUMENTS, f"method={method}", f"model.path={tiny_model}").folder / f"{method}.npz"
+        assert again.read_bytes() == file.read_bytes()
+        used = octavo(
+            f"model.path={tiny_model}", f"task.path={items_file}", "limit=1", f"sparse.methods=[{method}]",
+            "sparse.budget_tokens=128", f"sparse.overrides.{method}.digest.file={file}",
+            f"sparse.overrides.{method}.dense_layers=[]",
+        )  # fmt: skip
+        assert used.code == 0, used.err
+
+    @pytest.mark.parametrize(
+        ("override", "message"),
+        [
+            ("method=lok", "method=lok: unknown; did you mean 'loki'?"),
+            ("rank=17", "loki: rank=17 must be 1 to the head size of 16"),
+            ("tokens=100000000", r"documents have text_tokens=50 tokens"),
+        ],
+    )
+    def test_refusals(self, override: str, message: str, octavo: Command, tiny_model: Path) -> None:
+        outcome = octavo(*self.ARGUMENTS, override, f"model.path={tiny_model}")
+        assert outcome.code == 1 and message in outcome.err
+
+    def test_the_shipped_files_were_made_with_the_defaults(self) -> None:
+        for method in ("loki", "double_sparsity"):
+            (file,) = basis_files.shipped(method)
+            said, config = basis_files.read(file.read_bytes(), str(file)).provenance, Calibrate(experiment="calibrate")
+            assert (said["method"], said["rank"], said["tokens"]) == (method, config.rank, config.tokens)
+            assert file.stat().st_size < 1e6
