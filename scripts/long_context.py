@@ -56,6 +56,7 @@ def work_through(
             for sample in samples:
                 run.add(sample)
             run.write_rows(rows(run.samples, False))
+            run.tracker.log(len(run.done("item")) - 1, {sample["method"]: _tracked(sample) for sample in samples})
             advance(_line(item, samples, time.perf_counter() - start))
     if all("error" in sample for sample in run.samples):
         raise ConfigError(f"none of the {len(items)} items could be served: {run.samples[0]['error']}")
@@ -147,6 +148,19 @@ def _line(item: str, samples: Sequence[Sample], seconds: float) -> str:
 
 
 def _quality(sample: Sample) -> str:
-    if "accuracy" in sample:
-        return f"{sample['accuracy']:.0f}"
-    return f"{sum(sample['gold_logprobs']) / len(sample['gold_logprobs']):.2f}"
+    return f"{sample['accuracy']:.0f}" if "accuracy" in sample else f"{_log_likelihood(sample):.2f}"
+
+
+def _tracked(sample: Sample) -> Sample:
+    """Numbers of a sample that are worth a curve."""
+    if "error" in sample:
+        return {"failed": 1}
+    tracked = {"accuracy": sample["accuracy"]} if "accuracy" in sample else {}
+    if "gold_logprobs" in sample:
+        tracked["gold_log_likelihood_per_token"] = _log_likelihood(sample)
+    return tracked
+
+
+def _log_likelihood(sample: Sample) -> float:
+    """A token, in nats."""
+    return float(sum(sample["gold_logprobs"]) / len(sample["gold_logprobs"]))

@@ -65,7 +65,7 @@ def chosen_texts(config: Calibrate, tokenizer: Any) -> list[tuple[Document, list
     for document in documents.of_python(config.seed):
         if len(found) == wanted:
             break
-        # A token has at least one character, so that the beginning is always long enough.
+        # Encoding whole documents would take long; one with over 16 characters a token is passed over.
         ids = tokenizer.encode(document.text[: 16 * config.text_tokens])[: config.text_tokens]
         if len(ids) == config.text_tokens:
             found.append((document, ids))
