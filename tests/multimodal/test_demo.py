@@ -1,0 +1,267 @@
+"""The demo model in a size that learns in seconds: tokenizer, batches, training, saving, and serving by the engine."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from octavo.core import Engine, EngineConfig, SamplingParams
+from octavo.multimodal.demo_data import EXAMS, GROUPS, collate, exam_batches, exam_questions, training_step
+from octavo.multimodal.demo_exam import engine_accuracy, on_photograph, photograph_accuracy, shared_questions
+from octavo.multimodal.demo_model import MAX_BYTES, DemoConfig, DemoModel, demo_prompt, load_demo, save_demo
+from octavo.multimodal.demo_tokenizer import (
+    BOS,
+    EOS,
+    IGNORED,
+    IMAGE,
+    PAD,
+    UNKNOWN,
+    VOCABULARY,
+    build_tokenizer,
+    token_ids,
+)
+from octavo.multimodal.demo_training import Recipe, Trainer, answer_loss, answered
+from octavo.multimodal.scenes_prompts import prompt_parts, words
+from octavo.multimodal.scenes_render import draw
+
+TINY = DemoConfig(
+    patch=24, tower_width=64, tower_layers=1, hidden=64, inner=128, layers=2, heads=4, kv_heads=2, max_tokens=512
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _needs_open_clip():
+    try:
+        DemoModel(TINY)
+    except ImportError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return build_tokenizer()
+
+
+# Words
+
+
+def test_the_tokenizer_gives_words_back(tokenizer, tmp_path):
+    from transformers import AutoTokenizer
+
+    tokenizer.save_pretrained(tmp_path)
+    again = AutoTokenizer.from_pretrained(tmp_path)
+    for text in [*words(), "in image 3 , what colour is the ring ?", "question : how many crosses ? answer :"]:
+        ids = again(text)["input_ids"]
+        assert ids == tokenizer(text)["input_ids"] == [VOCABULARY[BOS], *token_ids(text)]
+        assert again.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False) == text
+    assert len(again) == len(VOCABULARY) == len({*VOCABULARY.values()})
+    assert (again.bos_token_id, again.eos_token_id, again.pad_token_id) == tuple(map(VOCABULARY.get, (BOS, EOS, PAD)))
+
+
+def test_users_may_write_as_they_like(tokenizer):
+    ids = tokenizer("What colour is the circle?", add_special_tokens=False)["input_ids"]
+    assert ids == token_ids("what colour is the circle ?")
+    assert tokenizer("zebra <image>", add_special_tokens=False)["input_ids"] == [VOCABULARY[UNKNOWN], VOCABULARY[IMAGE]]
+
+
+# Batches
+
+
+def test_a_batch_is_prompts_images_and_answers():
+    questions = exam_questions("needle_digit of 2", 0, 5)
+    parts = [prompt_parts(question.question, 2) for question in questions]
+    batch = collate(questions, parts, 16)
+    assert batch.token_ids.shape == batch.labels.shape and batch.token_ids.shape[1] % 32 == 0
+    assert (len(batch.backgrounds), batch.images) == (10, 2)
+    for ids, labels, question in zip(batch.token_ids, batch.labels, questions, strict=True):
+        learnt = labels != IGNORED
+        assert (ids[learnt] == labels[learnt]).all()
+        assert ids[learnt].tolist() == [*token_ids(question.answer), VOCABULARY[EOS]]
+        assert (ids == VOCABULARY[IMAGE]).sum() == 32 and (ids[np.argmax(learnt) :] == VOCABULARY[PAD]).any()
+
+
+def test_batches_hold_the_tokens_that_the_engine_reads(tokenizer):
+    model = DemoModel(TINY)
+    demo_encoder = load_parts(model)
+    engine = Engine(model.language.eval(), tokenizer, EngineConfig(pool_tokens=1024), encoders={"image": demo_encoder})
+    [question] = exam_questions("in image k of 2", 0, 1)
+    [batch] = exam_batches([question], TINY.image_tokens)
+    [completion] = engine.generate(
+        [demo_prompt(draw(question.scenes), question.question)], SamplingParams(max_tokens=1)
+    )
+    start = int(np.argmax(batch.labels[0] != IGNORED))
+    image = VOCABULARY[IMAGE]
+    expected = batch.token_ids[0, :start]
+    read = np.array(completion.prompt_token_ids)
+    assert len(read) == start and (read[expected != image] == expected[expected != image]).all()
+
+
+def load_parts(model):
+    from octavo.multimodal.image_encoder import ImageEncoder
+
+    return ImageEncoder(model.tower, model.projector)
+
+
+def test_steps_are_a_function_of_seed_and_number():
+    def made(seed, step):
+        return training_step(seed, step, descriptions=0.5, groups=4, step_images=64, image_tokens=4)
+
+    for one, same, other in zip(made(0, 1), made(0, 1), made(0, 2), strict=True):
+        assert all(np.array_equal(a, b) for a, b in zip(one[:4], same[:4], strict=True))
+        assert not np.array_equal(one.things, other.things)
+    for batch, (low, high) in zip(made(1, 1), GROUPS, strict=True):
+        assert low <= batch.images <= high and len(batch.backgrounds) == len(batch.token_ids) * batch.images
+        assert len(batch.backgrounds) <= 16
+    descriptions = training_step(0, 0, descriptions=1.0, groups=1, step_images=32, image_tokens=4)
+    assert (descriptions[0].labels[0] != IGNORED).sum() >= 6
+
+
+def test_the_longest_training_prompt_fits_the_model():
+    longest = max(
+        batch.token_ids.shape[1]
+        for step in range(40)
+        for batch in training_step(0, step, descriptions=0.5, groups=4, step_images=256, image_tokens=144)
+    )
+    assert longest <= DemoConfig().max_tokens
+
+
+@pytest.mark.parametrize("name", EXAMS)
+def test_exams_repeat_and_differ_by_seed(name):
+    assert exam_questions(name, 1, 4) == exam_questions(name, 1, 4) != exam_questions(name, 2, 4)
+
+
+# Learning
+
+
+def test_the_loss_counts_answers_by_the_root_of_their_length():
+    labels = torch.tensor([[0, 3, IGNORED, IGNORED, IGNORED], [0, 1, 2, 1, 2]])
+    labels[:, 0] = IGNORED
+    logits = torch.randn(2, 5, 4, generator=torch.Generator().manual_seed(0))
+    losses = -logits.log_softmax(-1)
+    short = losses[0, 0, 3]
+    long = losses[1, 0, 1] + losses[1, 1, 2] + losses[1, 2, 1] + losses[1, 3, 2]
+    torch.testing.assert_close(answer_loss(logits, labels), (short + long / 2) / (1 + 2))
+
+
+def test_an_answer_is_right_as_a_whole():
+    labels = torch.tensor([[IGNORED, IGNORED, 1, 2], [IGNORED, IGNORED, 1, 2]])
+    logits = torch.nn.functional.one_hot(torch.tensor([[3, 1, 2, 0], [3, 1, 3, 0]]), 4).float()
+    assert answered(logits, labels).tolist() == [True, False]
+
+
+def test_the_rate_rises_and_falls_with_steps_or_time():
+    recipe = Recipe(steps=1000, train_seconds=100.0, warmup_steps=10, learning_rate=1.0)
+    assert recipe.progress(500, 10.0) == recipe.progress(10, 50.0) == 0.5
+    assert recipe.progress(0, 200.0) == 1.0
+    assert recipe.rate(0, 0.0) == pytest.approx(0.1) and recipe.rate(9, 0.0) == 1.0
+    assert recipe.rate(500, 0.5) == pytest.approx(0.505) and recipe.rate(1000, 1.0) == pytest.approx(0.01)
+    assert recipe.mixture(0.29) == (0.7, 2) and recipe.mixture(0.3) == (0.2, 4)
+
+
+@pytest.fixture(scope="module")
+def learnt():
+    """A tiny model that knows 32 questions by heart, and the questions."""
+    questions = [*exam_questions("colour", 0, 16), *exam_questions("digit", 0, 16)]
+    recipe = Recipe(learning_rate=3e-3, warmup_steps=5)
+    trainer = Trainer(DemoModel(TINY), recipe, torch.device("cpu"))
+    [batch] = exam_batches(questions, TINY.image_tokens)
+    before = trainer.step([batch], recipe.rate(0, 0.0)).item()
+    for step in range(1, 400):
+        loss = trainer.step([batch], recipe.rate(step, 0.0)).item()
+        if loss < 0.01:
+            break
+    assert loss < 0.01 < 1 < before
+    return trainer, questions
+
+
+def test_a_tiny_model_learns_by_heart_what_it_sees(learnt):
+    trainer, questions = learnt
+    assert trainer.accuracy(questions) == 1.0
+    assert trainer.accuracy(questions, "wrong") < 0.5, "the images matter"
+    assert trainer.accuracy(questions, "blank") < 0.5
+
+
+# Saving and serving
+
+
+@pytest.fixture(scope="module")
+def saved(learnt, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("demo")
+    size = save_demo(folder, learnt[0].model, "a card\n")
+    assert size == sum(file.stat().st_size for file in folder.iterdir()) < MAX_BYTES
+    return folder
+
+
+def test_the_saved_folder_answers_through_the_engine_as_in_training(learnt, saved):
+    _, questions = learnt
+    demo = load_demo(saved, device="cpu")
+    engine = Engine(demo.model, demo.tokenizer, EngineConfig(pool_tokens=4096), encoders={"image": demo.encoder})
+    assert engine_accuracy(engine, questions) == 1.0
+    assert engine_accuracy(engine, questions, "wrong") < 0.5
+    assert engine_accuracy(engine, questions, "blank") < 0.5
+    engine.check()
+
+
+def test_what_is_saved_is_the_model_in_bf16(learnt, saved):
+    from safetensors.torch import load_file
+
+    model = learnt[0].model
+    demo = load_demo(saved, device="cpu")
+    pixels = demo.encoder.tower.preprocess(
+        [demo.encoder.read(image) for image in draw(exam_questions("digit", 0, 1)[0].scenes)]
+    )
+    with torch.no_grad():
+        torch.testing.assert_close(demo.encoder.tower(pixels), model.tower(pixels), atol=0.2, rtol=0.05)
+    for name, tensor in demo.model.state_dict().items():
+        assert torch.equal(tensor, model.language.state_dict()[name].bfloat16().float()), name
+    weights = {
+        name for file in saved.glob("*.safetensors") for name, t in load_file(file).items() if t.dtype != torch.bfloat16
+    }
+    assert not weights
+    assert json.loads((saved / "open_clip_config.json").read_text())["model_cfg"]["vision_cfg"]["patch_size"] == 24
+    assert (saved / "README.md").read_text() == "a card\n"
+
+
+def test_a_second_question_finds_the_image_of_the_first(saved):
+    demo = load_demo(saved, device="cpu")
+    config = EngineConfig(pool_tokens=4096, page_tokens=4, page_policies={"image": 4})
+    engine = Engine(demo.model, demo.tokenizer, config, encoders={"image": demo.encoder})
+    shared = shared_questions(engine, 0, 6)
+    assert shared.hit_tokens >= 6 * TINY.image_tokens and shared.query_tokens > shared.hit_tokens
+    assert 0 <= shared.first <= 1 and 0 <= shared.second <= 1
+
+
+def test_photographs_are_darkened_and_drawn_upon(saved):
+    [question] = exam_questions("digit", 0, 1)
+    photograph = np.full((96, 96, 3), 200, np.uint8)
+    image = on_photograph(question.scenes[0], photograph)
+    assert image.min() <= 70 and (image == 70).all(-1).mean() > 0.3 and image.max() > 200
+    demo = load_demo(saved, device="cpu")
+    engine = Engine(demo.model, demo.tokenizer, EngineConfig(pool_tokens=4096), encoders={"image": demo.encoder})
+    found = photograph_accuracy(engine, 0, 2, ("colour", "digit"))
+    assert set(found) == {"colour", "digit"}, "matplotlib ships one, and is always there"
+
+
+def test_the_full_model_is_small_enough(tmp_path):
+    assert 20_000_000 < save_demo(tmp_path, DemoModel(DemoConfig()), "") < MAX_BYTES
+    with pytest.raises(ValueError, match="the folder may have 36,000,000"):
+        save_demo(tmp_path / "large", DemoModel(replace(DemoConfig(), inner=2048)), "")
+    assert not (tmp_path / "large").exists()
+
+
+def test_a_folder_without_a_model(tmp_path):
+    with pytest.raises(
+        ValueError, match=r"holds no demo model, it has no config.json; make one with scripts/train_demo"
+    ):
+        load_demo(tmp_path)
+
+
+def test_seeds_make_the_same_weights_and_leave_torchs_state_alone():
+    state = torch.get_rng_state()
+    one, same, other = DemoModel(TINY, 1), DemoModel(TINY, 1), DemoModel(TINY, 2)
+    assert torch.equal(state, torch.get_rng_state())
+    pairs = zip(one.state_dict().values(), same.state_dict().values(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+    assert not torch.equal(one.language.model.embed_tokens.weight, other.language.model.embed_tokens.weight)
