@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from octavo.multimodal.demo_data import EXAMS, Batch, training_step
 from octavo.multimodal.demo_model import FOLDER, DemoConfig, DemoModel, load_demo, save_demo
 from octavo.multimodal.demo_training import SHOWN, Recipe, Trainer
+from octavo.multimodal.scenes_prompts import words
 
 EXAM_SEED, FINAL_SEED = 1, 2
 """Of the exams by which the best weights are chosen, and of those whose accuracy is published."""
@@ -102,13 +103,15 @@ def train(trainer: Trainer, state: State, checkpoint: Path, *, stretch_seconds: 
             _save_checkpoint(checkpoint, trainer, state)
             return False
     _examine(trainer, state)
+    _save_checkpoint(checkpoint, trainer, state)
     return True
 
 
 def publish(trainer: Trainer, state: State, folder: Path, exam_size: int) -> None:
-    """The best weights, their accuracy on questions that nothing was chosen by, and the folder with its model card."""
+    """Write the folder: the best weights, and a card with their accuracy on questions that nothing was chosen by."""
     assert state.weights is not None, "the end of training always examines"
-    trainer.model.load_state_dict(state.weights)
+    rounded = {name: tensor.bfloat16().float() for name, tensor in state.weights.items()}
+    trainer.model.load_state_dict(rounded)  # what is examined is what is saved
     table = {shown: trainer.exams(FINAL_SEED, exam_size, shown) for shown in SHOWN}
     card = model_card(trainer, state, table, exam_size)
     size = save_demo(folder, trainer.model, card)
@@ -125,7 +128,7 @@ def examine_folder(folder: Path, size: int, seed: int) -> None:
     engine = Engine(demo.model, demo.tokenizer, EngineConfig(), encoders={"image": demo.encoder})
     shared = shared_questions(engine, seed, size)
     found = {
-        "accuracy": engine_exams(engine, seed, size),
+        **{f"accuracy, {shown} images": engine_exams(engine, seed, size, shown) for shown in SHOWN},
         "two questions an image": shared._asdict(),
         "things on photographs": photograph_accuracy(engine, seed, size),
     }
@@ -151,7 +154,7 @@ pipeline_tag: image-text-to-text
 
 A vision-language model that is small enough to come with a package, and whose answers depend on what it is shown: a ViT
 of open_clip, a projector and a Llama, trained from random weights. It is there to show and to test paged KV caches of
-text and images, and for nothing else: its world is coloured shapes and digits, its language {len(_vocabulary())} words.
+text and images, and for nothing else: its world is coloured shapes and digits, its language {len(words())} words.
 
 ```python
 from octavo.multimodal.demo_model import demo_prompt, load_demo
@@ -173,19 +176,13 @@ engine.generate([demo_prompt([image], "what colour is the circle ?")])
 
 Accuracy in points, {exam_size} questions each, from a seed that neither training nor the choice of weights has used;
 whole answers, greedily. *Blank*: the images are empty. *Wrong*: they are those of another question. Six combinations of
-colour and shape are never drawn in training; "new pairs" are questions about these alone. Measured in the precision of
-training, not through the engine.
+colour and shape are never drawn in training; "new pairs" are questions about these alone. Measured where it was trained;
+`python -m octavo.scripts.train_demo --examine` measures through the engine.
 
 | task | images | right | blank | wrong |
 |---|---|---|---|---|
 {rows}
 """
-
-
-def _vocabulary() -> dict[str, int]:
-    from octavo.multimodal.demo_tokenizer import VOCABULARY
-
-    return VOCABULARY
 
 
 def _loaded(steps: Steps, workers: int) -> Iterator[list[Batch]]:
