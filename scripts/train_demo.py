@@ -176,7 +176,7 @@ engine.generate([demo_prompt([image], "what colour is the circle ?")])
 
 Accuracy in points, {exam_size} questions each, from a seed that neither training nor the choice of weights has used;
 whole answers, greedily. *Blank*: the images are empty. *Wrong*: they are those of another question. Six combinations of
-colour and shape are never drawn in training; "new pairs" are questions about these alone. Measured where it was trained;
+colour and shape are never drawn in training; "new pairs" are questions about these alone. Measured as in training;
 `python -m octavo.scripts.train_demo --examine` measures through the engine.
 
 | task | images | right | blank | wrong |
