@@ -170,9 +170,9 @@ def learnt():
     before = trainer.step([batch], recipe.rate(0, 0.0)).item()
     for step in range(1, 400):
         loss = trainer.step([batch], recipe.rate(step, 0.0)).item()
-        if loss < 0.01:
+        if loss < 0.03:
             break
-    assert loss < 0.01 < 1 < before
+    assert loss < 0.03 < 1 < before
     return trainer, questions
 
 
@@ -209,19 +209,30 @@ def test_what_is_saved_is_the_model_in_bf16(learnt, saved):
 
     model = learnt[0].model
     demo = load_demo(saved, device="cpu")
-    pixels = demo.encoder.tower.preprocess(
-        [demo.encoder.read(image) for image in draw(exam_questions("digit", 0, 1)[0].scenes)]
-    )
-    with torch.no_grad():
-        torch.testing.assert_close(demo.encoder.tower(pixels), model.tower(pixels), atol=0.2, rtol=0.05)
-    for name, tensor in demo.model.state_dict().items():
-        assert torch.equal(tensor, model.language.state_dict()[name].bfloat16().float()), name
+    parts = {
+        "language": (demo.model, model.language),
+        "projector": (demo.encoder.projector, model.projector),
+        "tower": (demo.encoder.tower.tower, model.tower.tower),
+    }
+    for part, (loaded, trained) in parts.items():
+        there = trained.state_dict()
+        for name, tensor in loaded.state_dict().items():
+            assert torch.equal(tensor, there[name].bfloat16().float()), f"{part} {name}"
     weights = {
         name for file in saved.glob("*.safetensors") for name, t in load_file(file).items() if t.dtype != torch.bfloat16
     }
     assert not weights
     assert json.loads((saved / "open_clip_config.json").read_text())["model_cfg"]["vision_cfg"]["patch_size"] == 24
     assert (saved / "README.md").read_text() == "a card\n"
+
+
+def test_training_normalises_pixels_as_the_encoder_does(learnt):
+    model = learnt[0].model
+    encoder = load_parts(model)
+    images = draw(exam_questions("compare", 0, 1)[0].scenes)
+    normal = (torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2) - model.mean) / model.deviation
+    read = encoder.tower.preprocess([encoder.read(image) for image in images])
+    torch.testing.assert_close(normal, read, atol=1e-5, rtol=1e-5)
 
 
 def test_a_second_question_finds_the_image_of_the_first(saved):
