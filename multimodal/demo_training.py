@@ -49,7 +49,7 @@ class Recipe:
     weight_decay: float = 0.05
     warmup_steps: int = 200
     clip_norm: float = 1.0
-    first_phase: float = 0.3
+    first_phase: float = 0.2
     descriptions: tuple[float, float] = (0.7, 0.2)
     first_groups: int = 2
     groups: int = 4

@@ -157,7 +157,7 @@ def test_the_rate_rises_and_falls_with_steps_or_time():
     assert recipe.progress(0, 200.0) == 1.0
     assert recipe.rate(0, 0.0) == pytest.approx(0.1) and recipe.rate(9, 0.0) == 1.0
     assert recipe.rate(500, 0.5) == pytest.approx(0.505) and recipe.rate(1000, 1.0) == pytest.approx(0.01)
-    assert recipe.mixture(0.29) == (0.7, 2) and recipe.mixture(0.3) == (0.2, 4)
+    assert recipe.mixture(0.19) == (0.7, 2) and recipe.mixture(0.2) == (0.2, 4)
 
 
 @pytest.fixture(scope="module")
