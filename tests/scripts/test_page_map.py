@@ -187,9 +187,28 @@ RUNS: dict[str, tuple[list[str], list[str]]] = {
         ["contexts=[60]", "new_tokens=4", "engine.step_tokens=32"],
         ["layer groups, 60 tokens", "one group, 60 tokens"],
     ),
+    "multi_turn": (
+        ["conversations=1", "length=400", "turns=1", "max_new_tokens=4", "sparse.methods=[dense]"],
+        ["all conversations, one after another"],
+    ),
     "page_size": (
         ["limit=2", "page_sizes=[24,8,16]", "images=[]", "sequences=2"],
         ["the workload in pages of 8 tokens", "the workload in pages of 24 tokens"],
+    ),
+    "perplexity": (
+        ["documents=1", "context_tokens=300", "scored_tokens=6", "windows=2", "sparse.methods=[dense]"],
+        ["all documents, one after another"],
+    ),
+    "ruler": (
+        [
+            "lengths=[600]",
+            "depths=[0.0]",
+            "repeats=1",
+            "max_new_tokens=6",
+            "tasks=[needle_single]",
+            "sparse.methods=[dense]",
+        ],
+        ["all puzzles, one after another"],
     ),
     "sharing": (
         ["samples=[3,1]", "prompt_tokens=[40,20]", "new_tokens=[5]", "model_samples=[]", "surface_tokens=1024"],
@@ -202,7 +221,7 @@ RUNS: dict[str, tuple[list[str], list[str]]] = {
 }
 """Experiment -> arguments that make it tiny, and what its page maps show."""
 
-UNTIMED = {"code_completion", "devices", "generate"}
+UNTIMED = {"code_completion", "devices", "generate", "multi_turn", "perplexity", "ruler"}
 """Experiments that are looked at while they run."""
 
 
