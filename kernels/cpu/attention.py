@@ -1,7 +1,7 @@
 """The fast CPU path (semantics and shapes as in ``reference/attention.py``).
 
-Decoding reads K and V straight out of the pages, in compiled code (``native.py``). Prefill, and decoding where there is
-no compiler, gather them first: a run, the K or V of one (unit, layer, head), is one contiguous row of the pool viewed
+Decoding, and causal prefill in bf16 where the processor multiplies it, read K and V straight out of the pages, in
+compiled code (``native.py``). All other prefill, and decoding where there is no compiler, gather them first: a run, the K or V of one (unit, layer, head), is one contiguous row of the pool viewed
 as [runs, unit_tokens * D], so one ``index_select`` brings the context of a head together, already head-major, whatever
 the order of its units and whether tables are shared or per head::
 
@@ -100,6 +100,27 @@ def prefill(
     q_span: Tensor | None = None,
     counts: Sequence[int] = (),
     contexts: Sequence[int] = (),
+) -> tuple[Tensor, Tensor]:
+    args = (q, pool, layer, table, lengths, cu_q, q_pos, unit_pos, sinks, scale, window, softcap, want_lse, q_span)
+    done = native.prefill(*args)
+    return prefill_gathered(*args) if done is None else done
+
+
+def prefill_gathered(
+    q: Tensor,
+    pool: Tensor,
+    layer: int,
+    table: Tensor,
+    lengths: Tensor,
+    cu_q: Tensor,
+    q_pos: Tensor,
+    unit_pos: Tensor | None,
+    sinks: Tensor | None,
+    scale: float,
+    window: int,
+    softcap: float,
+    want_lse: bool,
+    q_span: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     heads, dim = pool.shape[3], pool.shape[5]
     group = q.shape[1] // heads

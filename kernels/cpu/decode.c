@@ -13,6 +13,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "exponential.h"
+
 #define PIECE 256
 #define MAX_UNIT 64
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
@@ -82,20 +84,6 @@ static inline Seen seen(const Args *a, const Row *row, int64_t entry) {
 // Bring one slot of a run into the cache; runs lie apart, so the hardware cannot foresee the next one.
 static inline void prefetch(const element *slot) {
     for (size_t byte = 0; byte < DIM * sizeof(element); byte += 64) __builtin_prefetch((const char *)slot + byte);
-}
-
-// e^x for x <= 0 to fp32 rounding, in a form that compilers vectorise: 2^whole times the Taylor series of 2^part. NaN
-// stays NaN.
-static inline float exponential(float x) {
-    static const float series[] = {1.f,           0.69314718f,   0.24022651f,    0.055504109f,
-                                   0.0096181291f, 0.0013333558f, 0.00015403530f, 1.5252734e-05f};
-    x *= 1.44269504f;
-    x = x < -126.f ? -126.f : x;
-    union { float value; uint32_t bits; } whole = {x + 0x1.8p23f}; // so large that its last bit counts ones
-    float part = x - (whole.value - 0x1.8p23f), power = series[7];
-    for (int i = 6; i >= 0; i--) power = power * part + series[i];
-    union { uint32_t bits; float value; } scale = {(whole.bits + 127) << 23};
-    return power * scale.value;
 }
 
 static void attend(const Args *a, const Row *row, const float *q, int64_t begin, int64_t end, Partial *out,

@@ -1,8 +1,8 @@
-"""``decode.c``, compiled by the C compiler of this machine the first time a shape needs it.
+"""``decode.c`` and ``prefill.c``, compiled by the C compiler of this machine the first time a shape needs them.
 
 A compiled file takes about half a second to make and is kept in ``$OCTAVO_CACHE/kernels``, under a name that says what
 it was made from: the source, the command, the compiler and the processor. Where there is no compiler, ``attention.py``
-decodes with torch alone, three to six times slower, with the same results up to rounding.
+works with torch alone, three to six times slower, with the same results up to rounding.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -25,6 +26,8 @@ from octavo.kernels.cache_dir import cache_dir
 from octavo.kernels.layout import ID_SHIFT, MAX_UNIT_TOKENS, VALID_MASK
 
 SOURCE = Path(__file__).with_name("decode.c")
+PREFILL_SOURCE = Path(__file__).with_name("prefill.c")
+HEADER = Path(__file__).with_name("exponential.h")
 FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fPIC", "-shared")
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
 NO_MEMORY = -1
@@ -34,7 +37,7 @@ _log = logging.getLogger(__name__)
 
 
 class Args(ctypes.Structure):
-    """The C struct of the same name."""
+    """The C struct of the same name in ``decode.c``."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("q", "pool", "table", "lengths", "unit_pos", "q_pos", "sinks")),
@@ -44,6 +47,19 @@ class Args(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("table_row", "table_head", "lengths_row", "lengths_head")),
         *((name, ctypes.c_int64) for name in ("unit_pos_row", "unit_pos_head")),
         ("softcap", ctypes.c_double),
+    )
+
+
+class PrefillArgs(ctypes.Structure):
+    """``Args`` in ``prefill.c``."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("q", "pool", "table", "lengths", "cu_q", "q_pos", "sinks")),
+        *((name, ctypes.c_void_p) for name in ("out", "lse")),
+        *((name, ctypes.c_int64) for name in ("batch", "units", "layers", "layer", "kv_heads")),
+        *((name, ctypes.c_int64) for name in ("unit_tokens", "entries", "window")),
+        *((name, ctypes.c_int64) for name in ("table_row", "table_head", "lengths_row", "lengths_head")),
+        *((name, ctypes.c_double) for name in ("scale", "softcap")),
     )
 
 
@@ -65,7 +81,7 @@ def decode(
     """``reference.decode``; None where this machine cannot compile it for the pool's type and shape."""
     batch, q_heads, dim = q.shape
     layers, kv_heads, unit_tokens = pool.shape[1], pool.shape[3], pool.shape[4]
-    function = _function(pool.dtype, dim, q_heads // kv_heads) if _is_plain(q, pool, layer) else None
+    function = _function(SOURCE, pool.dtype, dim, q_heads // kv_heads) if _is_plain(q, pool, layer) else None
     if function is None:
         return None
     query = (q.float() * scale).contiguous()  # a product has the strides of q, whatever they are
@@ -104,14 +120,81 @@ def decode(
         unit_pos_head=unit_pos_strides[1],
         softcap=softcap,
     )
+    _call(function, args)
+    return torch.empty_like(q).copy_(out), lse, mass
+
+
+def prefill(
+    q: Tensor,
+    pool: Tensor,
+    layer: int,
+    table: Tensor,
+    lengths: Tensor,
+    cu_q: Tensor,
+    q_pos: Tensor,
+    unit_pos: Tensor | None,
+    sinks: Tensor | None,
+    scale: float,
+    window: int,
+    softcap: float,
+    want_lse: bool,
+    q_span: Tensor | None,
+) -> tuple[Tensor, Tensor] | None:
+    """``reference.prefill`` of bf16 over sequences in logical order, causally; None for all else, and where this
+    machine cannot compile it or its processor multiplies no bf16."""
+    tokens, q_heads, dim = q.shape
+    layers, kv_heads, unit_tokens = pool.shape[1], pool.shape[3], pool.shape[4]
+    if unit_pos is not None or q_span is not None or q.dtype != torch.bfloat16 or pool.dtype != torch.bfloat16:
+        return None
+    if dim % 16 or not _is_plain(q, pool, layer) or not _multiplies_bf16():
+        return None
+    function = _function(PREFILL_SOURCE, pool.dtype, dim, q_heads // kv_heads)
+    if function is None:
+        return None
+    query = q.contiguous()
+    out = torch.zeros_like(query)
+    lse = torch.full((tokens, q_heads) if want_lse else (0,), -torch.inf)
+    sinks = None if sinks is None else sinks.float().contiguous()
+    cu_q, q_pos = cu_q.int().contiguous(), q_pos.int().contiguous()
+    table, table_strides = _of_layer(table, layer)
+    lengths, lengths_strides = _of_layer(lengths, layer)
+    args = PrefillArgs(
+        q=query.data_ptr(),
+        pool=pool.data_ptr(),
+        table=table.data_ptr(),
+        lengths=lengths.data_ptr(),
+        cu_q=cu_q.data_ptr(),
+        q_pos=q_pos.data_ptr(),
+        sinks=None if sinks is None else sinks.data_ptr(),
+        out=out.data_ptr(),
+        lse=lse.data_ptr() if want_lse else None,
+        batch=len(cu_q) - 1,
+        units=len(pool),
+        layers=layers,
+        layer=layer,
+        kv_heads=kv_heads,
+        unit_tokens=unit_tokens,
+        entries=table.shape[2],
+        window=window,
+        table_row=table_strides[0],
+        table_head=table_strides[1],
+        lengths_row=lengths_strides[0],
+        lengths_head=lengths_strides[1],
+        scale=scale,
+        softcap=softcap,
+    )
+    _call(function, args)
+    return out, lse
+
+
+def _call(function: Callable[[object], int], args: Args | PrefillArgs) -> None:
     failed = function(ctypes.byref(args))
     if failed == NO_MEMORY:
-        raise MemoryError(f"no memory for the partial sums of {batch} sequences in a CPU decode")
+        raise MemoryError(f"no memory for the working buffers of attention over {args.batch} sequences on the CPU")
     if failed:
         raise IndexError(
-            f"a length past a table of {table.shape[2]} entries, or an entry past a pool of {len(pool)} units"
+            f"a length past a table of {args.entries} entries, or an entry past a pool of {args.units} units"
         )
-    return torch.empty_like(q).copy_(out), lse, mass
 
 
 def _is_plain(q: Tensor, pool: Tensor, layer: int) -> bool:
@@ -136,22 +219,32 @@ def _of_layer(x: Tensor, layer: int) -> tuple[Tensor, tuple[int, int]]:
 
 
 @cache
-def _function(dtype: torch.dtype, dim: int, group: int) -> ctypes._CFuncPtr | None:  # type: ignore[name-defined]
-    """The compiled ``decode`` for a pool type, head size and group size; None, said once, where it cannot be made."""
+def _function(  # type: ignore[name-defined]
+    source: Path, dtype: torch.dtype, dim: int, group: int
+) -> ctypes._CFuncPtr | None:
+    """The compiled function that a source is named after, for a pool type, head size and group size; None, said once,
+    where it cannot be made."""
     sizes = {"TYPE": TYPES.index(dtype), "DIM": dim, "GROUP": group, "ID_SHIFT": ID_SHIFT, "VALID_MASK": VALID_MASK}
     try:
         compiler = _compiler()
         if not compiler:
             return None
-        command = [*compiler, *FLAGS, *(f"-D{name}={value}" for name, value in sizes.items()), str(SOURCE)]
-        made_from = [SOURCE.read_text("utf-8"), *command[1:-1], _version(compiler), _processor()]
+        command = [*compiler, *FLAGS, *(f"-D{name}={value}" for name, value in sizes.items()), str(source)]
+        made_from = [
+            source.read_text("utf-8"),
+            HEADER.read_text("utf-8"),
+            *command[1:-1],
+            _version(compiler),
+            _processor(),
+        ]
         name = DIGEST("\0".join(made_from).encode(errors="surrogateescape")).hexdigest()[:32] + ".so"
-        function = ctypes.CDLL(str(_built(cache_dir() / "kernels" / name, command))).decode
+        library = ctypes.CDLL(str(_built(cache_dir() / "kernels" / name, command)))
     except (OSError, ValueError, RuntimeError, subprocess.CalledProcessError) as error:
         # RuntimeError: there is no home folder; ValueError: $CC has an open quote
         said = (error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else "") or error
-        _log.warning("the CPU decode kernel was not compiled; decoding with torch, which is slower: %s", said)
+        _log.warning("the CPU %s kernel was not compiled; torch takes its place, slower: %s", source.stem, said)
         return None
+    function = getattr(library, source.stem)
     function.argtypes, function.restype = [ctypes.c_void_p], ctypes.c_int
     return function
 
@@ -200,6 +293,12 @@ def _version(compiler: tuple[str, ...]) -> str:
 def _run(command: list[str], check: bool = False) -> subprocess.CompletedProcess[str]:
     """What a compiler says may be in any encoding, as paths are."""
     return subprocess.run(command, check=check, capture_output=True, text=True, errors="replace")
+
+
+@cache
+def _multiplies_bf16() -> bool:
+    """Whether the processor has AVX512-BF16, whose instruction ``prefill.c`` is written in."""
+    return "avx512_bf16" in _processor().split()
 
 
 @cache

@@ -9,8 +9,7 @@ import torch
 from kernel_cases import DECODE, LARGE_DECODE, LARGE_PREFILL, LAYER, PREFILL, TOLERANCE, Case, build, check
 
 from octavo.kernels import ops
-from octavo.kernels.cpu import backend as cpu
-from octavo.kernels.cpu.attention import decode_gathered
+from octavo.kernels.cpu.attention import decode_gathered, prefill_gathered
 from octavo.kernels.layout import entry_units, pack_entries, pool_shape
 from octavo.kernels.reference import backend as reference
 
@@ -30,7 +29,10 @@ def ids(x):
 
 def call(op, backend, inputs):
     if backend == "cpu-gathered":  # what a machine without a compiler runs
-        return (decode_gathered if op == "decode" else cpu.prefill)(*inputs.args())
+        if op == "decode":
+            return decode_gathered(*inputs.args())
+        *args, _, want_lse = inputs.args()
+        return prefill_gathered(*args, want_lse)
     return getattr(ops, op)(*inputs.args(), backend)
 
 

@@ -9,7 +9,7 @@ from threading import Barrier
 
 import pytest
 import torch
-from kernel_cases import Case, build, check
+from kernel_cases import LARGE_PREFILL, PREFILL, Case, build, check
 
 from octavo.kernels.cpu import backend as cpu
 from octavo.kernels.cpu import native
@@ -17,6 +17,8 @@ from octavo.kernels.layout import ID_SHIFT, entry_units, pack_entries
 from octavo.kernels.reference import backend as reference
 
 pytestmark = pytest.mark.skipif(not native._compiler(), reason="there is no C compiler")
+
+needs_bf16 = pytest.mark.skipif(not native._multiplies_bf16(), reason="the processor multiplies no bf16")
 
 CASE = Case("native", (20, 37), mass=True)
 
@@ -53,6 +55,61 @@ def test_what_a_query_sees_shows(case, kv, value):
     agrees(inputs)
     out = native.decode(*inputs.args())[0]
     assert not out[0, :2].isfinite().any() and out[0, 2:].isfinite().all() and out[1].isfinite().all()
+
+
+def compiled_prefill(inputs, **changes):
+    """None where the torch path must serve it."""
+    *args, _, want_lse = replace(inputs, **changes).args()
+    return native.prefill(*args, want_lse, inputs.q_span)
+
+
+@needs_bf16
+@pytest.mark.parametrize("case", [c for c in PREFILL + LARGE_PREFILL if not c.stored], ids=lambda case: case.name)
+def test_compiled_prefill(case):
+    inputs = build(case, torch.bfloat16)
+    got = compiled_prefill(inputs)
+    assert got is not None
+    check(got, reference.prefill(*inputs.args()), torch.bfloat16, "cpu", case.gain)
+    silent = native.prefill(*inputs.args()[:-2], False, None)
+    assert torch.equal(silent[0], got[0]) and silent[1].numel() == 0
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [
+        (Case("stored-order", (90,), (50,), stored=True), torch.bfloat16),
+        (Case("spans", (60,), (60,), spans=((5, 12),)), torch.bfloat16),
+        (Case("odd-head", (40,), (9,), head_dim=40), torch.bfloat16),
+        (Case("fp32", (40,), (9,)), torch.float32),
+    ],
+    ids=lambda x: getattr(x, "name", ""),
+)
+def test_prefill_leaves_the_rest_to_torch(case, dtype):
+    assert compiled_prefill(build(case, dtype)) is None
+
+
+def test_prefill_without_the_instruction_is_left_to_torch(monkeypatch):
+    monkeypatch.setattr(native, "_multiplies_bf16", lambda: False)
+    assert compiled_prefill(build(PREFILL[0], torch.bfloat16)) is None
+
+
+@needs_bf16
+@pytest.mark.parametrize("kv", [0, 1], ids=["k", "v"])
+def test_nan_shows_in_the_queries_that_see_it(kv):
+    inputs = build(Case("prefill-nan", (40,), (40,)), torch.bfloat16)
+    inputs.pool[int(entry_units(inputs.table)[0, 0, 0, 1]), :, kv, 0, 3] = torch.nan  # position 19
+    out = compiled_prefill(inputs)[0]
+    assert out[19:, :2].isnan().all() and out[:, 2:].isfinite().all()
+    assert kv == 1 or out[:19].isfinite().all()
+
+
+@needs_bf16
+def test_prefill_refuses_what_lies_outside():
+    inputs = build(PREFILL[0], torch.bfloat16)
+    with pytest.raises(IndexError, match="entries"):
+        compiled_prefill(inputs, lengths=inputs.lengths + 1000)
+    with pytest.raises(IndexError, match="units"):
+        compiled_prefill(inputs, table=inputs.table + (len(inputs.pool) << ID_SHIFT))
 
 
 @pytest.mark.parametrize("name", ["q", "sinks"])
