@@ -1,7 +1,8 @@
 """The fast CPU path (semantics and shapes as in ``reference/attention.py``).
 
 Decoding, and causal prefill in bf16 where the processor multiplies it, read K and V straight out of the pages, in
-compiled code (``native.py``). All other prefill, and decoding where there is no compiler, gather them first: a run, the K or V of one (unit, layer, head), is one contiguous row of the pool viewed
+compiled code (``native.py``). All other prefill, and decoding where there is no compiler, gather them first: a run, the
+K or V of one (unit, layer, head), is one contiguous row of the pool viewed
 as [runs, unit_tokens * D], so one ``index_select`` brings the context of a head together, already head-major, whatever
 the order of its units and whether tables are shared or per head::
 
