@@ -78,19 +78,19 @@ class HFModel:
         self.eos_token_ids = self._eos_ids()
 
     def prepare(self, execution: str, join_linears: bool) -> None:
-        """Make ready for an execution other than "eager". What is compiled is compiled by the first passes.
+        """Make ready for an execution other than "eager". What is compiled is compiled by the first passes. On a CPU
+        the layers keep their packed weights.
 
         Raises:
             UnsupportedModelError: the model cannot be compiled.
         """
-        compiled = execution == "compiled"
-        if compiled or (execution == "graph" and self.device.type == "cuda"):
+        if execution != "eager" and self.device.type == "cuda":
             ids = torch.zeros(PROBE_TOKENS, dtype=torch.int64, device=self.device)
             positions = torch.arange(PROBE_TOKENS, device=self.device)
             self._linears = JoinedLinears(
                 self.model, (lambda: self.forward(ids, positions, None, _Probe())) if join_linears else lambda: None
             )
-        if compiled:
+        if execution == "compiled":
             self._compiled = CompiledLayers(self.model, self.spec.layers)
 
     def forward(

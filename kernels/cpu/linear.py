@@ -3,14 +3,20 @@
 torch lays an ordinary weight out anew on every call; a packed one saves that: 1.3 to 1.8 times as fast in bf16 at up to
 32 rows, with the same bits, and twice as fast in fp32, with another rounding. The packed copies take as much memory as
 the weights.
+
+torch's compiler takes packed weights only as constants, and one compiled layer serves all layers of a model, so it
+holds no weight. It calls the op ``octavo::packed_linear``, which is given a layer's weight as it is and finds the
+packed one in what ``PackedLinears.used`` has laid out.
 """
 
 from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from types import MethodType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +24,9 @@ from torch import Tensor, nn
 PACKED_DTYPES = (torch.bfloat16, torch.float32)
 MEMORY_SHARE = 0.25
 """Packed copies that would take more than this share of the free memory are not made."""
+
+_serving: dict[int, Tensor] = {}
+"""By the address of a weight, its packed copy: of the model whose forward pass is running."""
 
 
 class PackedLinears:
@@ -34,7 +43,7 @@ class PackedLinears:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         wanted = platform.machine() == "x86_64" and torch.backends.mkldnn.is_available() and size <= MEMORY_SHARE * free
         self._layers = layers if wanted else []
-        self._packed: dict[nn.Linear, tuple[Identity, Callable[[Tensor], Tensor]]] = {}
+        self._packed: dict[nn.Linear, tuple[Identity, Tensor]] = {}
 
     @contextmanager
     def used(self) -> Iterator[None]:
@@ -46,11 +55,14 @@ class PackedLinears:
                     continue
                 packed = self._packed.get(layer)
                 if packed is None or not _same(packed[0], layer.weight):
-                    packed = self._packed[layer] = _identity(layer.weight), _pack(layer)
-                layer.forward = packed[1]  # type: ignore[method-assign]
+                    weight = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach())
+                    packed = self._packed[layer] = _identity(layer.weight), weight
+                _serving[layer.weight.data_ptr()] = packed[1]
+                layer.forward = MethodType(_forward, layer)  # type: ignore[method-assign]
                 lent.append(layer)
             yield
         finally:
+            _serving.clear()
             for layer in lent:
                 del layer.forward
 
@@ -77,10 +89,20 @@ def _packable(layer: nn.Module) -> bool:
     )
 
 
-def _pack(layer: nn.Linear) -> Callable[[Tensor], Tensor]:
-    weight = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach())
+def _forward(layer: nn.Linear, x: Tensor) -> Tensor:
+    if torch.compiler.is_compiling():
+        return torch.ops.octavo.packed_linear(x, layer.weight, layer.bias)  # type: ignore[no-any-return]
+    return _multiply(x, layer.weight, layer.bias)
 
-    def forward(x: Tensor) -> Tensor:
-        return torch.ops.mkldnn._linear_pointwise(x, weight, layer.bias, "none", [], "")
 
-    return forward
+def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    packed = _serving[weight.data_ptr()]
+    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")  # type: ignore[no-any-return]
+
+
+_library: Any = torch.library.Library("octavo", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define("packed_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+_library.impl("packed_linear", _multiply, "CPU")
+torch.library.register_fake(
+    "octavo::packed_linear", lambda x, weight, _: x.new_empty((*x.shape[:-1], weight.shape[0])), lib=_library
+)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from octavo.kernels.cpu import linear
 from octavo.kernels.cpu.linear import PackedLinears
 
 
@@ -32,6 +33,22 @@ def test_close_in_fp32(bias):
     model = make(torch.float32, bias)
     plain, fast = outputs(model, PackedLinears(model))
     torch.testing.assert_close(plain, fast)
+
+
+def test_compiled_layers_use_the_packed_weights():
+    """One compiled code for layers of other weights, which are packed and are not in it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(24, 24), nn.Linear(24, 24, bias=False)).to(torch.bfloat16)
+    compiled = torch.compile(lambda layer, x: layer(x).abs(), backend="aot_eager", fullgraph=True, dynamic=True)
+    x = torch.randn(1, 5, 24).to(torch.bfloat16)
+    packed = PackedLinears(model)
+    with torch.inference_mode():
+        plain = [layer(x).abs() for layer in model]
+        with packed.used():
+            fast = [compiled(layer, x) for layer in model]
+            kept = dict(linear._serving)
+        assert all(torch.equal(a, b) for a, b in zip(plain, fast, strict=True))
+        assert set(kept) == {layer.weight.data_ptr() for layer in model} and not linear._serving
 
 
 def write(model):
