@@ -14,8 +14,11 @@ from ctypes.util import find_library
 from pathlib import Path
 
 NAME = "octavo-cpu"
-ALLOCATORS = ("tcmalloc_minimal", "tcmalloc", "jemalloc")
-"""Libraries to preload, by the linker's name: the first that is found."""
+ALLOCATORS = ("tcmalloc_minimal", "tcmalloc")
+"""Libraries to preload, by the linker's name: the first that is found. jemalloc slowed large prompts down."""
+
+KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
+"""For the C library's own allocator: blocks of up to 32 MiB, its most, come from memory that it keeps."""
 
 SYSTEM = Path("/sys/devices/system")
 
@@ -26,10 +29,7 @@ def environment(given: Mapping[str, str], cores: int, allocator: str | None) -> 
     Args:
         allocator: the library to preload, if there is one. It goes in front of what ``LD_PRELOAD`` lists already.
     """
-    wanted = {
-        "OMP_NUM_THREADS": str(cores),
-        "THP_MEM_ALLOC_ENABLE": "1",  # torch asks for huge pages for its large tensors
-    }
+    wanted = {"OMP_NUM_THREADS": str(cores)} | ({} if allocator else KEEP_MEMORY)
     added = {name: value for name, value in wanted.items() if name not in given}
     if allocator:
         added["LD_PRELOAD"] = ":".join(filter(None, (allocator, given.get("LD_PRELOAD"))))

@@ -49,14 +49,15 @@ def test_hyper_threads_count_once(tmp_path):
 
 
 def test_what_is_set_already_stays():
-    assert launch.environment({}, 2, None) == {"OMP_NUM_THREADS": "2", "THP_MEM_ALLOC_ENABLE": "1"}
-    given = {"OMP_NUM_THREADS": "1", "THP_MEM_ALLOC_ENABLE": "0", "LD_PRELOAD": "own.so"}
+    assert launch.environment({}, 2, None) == {"OMP_NUM_THREADS": "2"} | launch.KEEP_MEMORY
+    given = {"OMP_NUM_THREADS": "1", "LD_PRELOAD": "own.so"}
     assert launch.environment(given, 2, "libx.so") == {"LD_PRELOAD": "libx.so:own.so"}
+    assert launch.environment({"OMP_NUM_THREADS": "1"} | dict.fromkeys(launch.KEEP_MEMORY, "0"), 2, None) == {}
 
 
 def test_allocator_is_found_named_or_refused(monkeypatch):
-    monkeypatch.setattr(launch, "find_library", lambda name: "libjemalloc.so.2" if name == "jemalloc" else None)
-    assert launch.allocator({}) == "libjemalloc.so.2"
+    monkeypatch.setattr(launch, "find_library", lambda name: "libtcmalloc.so.4" if name == "tcmalloc" else None)
+    assert launch.allocator({}) == "libtcmalloc.so.4"
     assert launch.allocator({"OCTAVO_PRELOAD": "/own/libx.so"}) == "/own/libx.so"
     assert launch.allocator({"OCTAVO_PRELOAD": ""}) is None
 
