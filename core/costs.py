@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from octavo.core.interfaces import ModelSpec, SparseMethod
+
+Count = TypeVar("Count", int, NDArray[np.int64])
 
 
 @dataclass(frozen=True)
@@ -57,7 +63,8 @@ def predict_decode(
     )
 
 
-def dense_units(tokens: int, window: int, unit_tokens: int) -> int:
-    """Units of one KV head that a query sees, itself included, with ``tokens`` in the cache."""
-    first = max(0, tokens - window) // unit_tokens if window else 0
+def dense_units(tokens: Count, window: int, unit_tokens: int) -> Count:
+    """Units of one KV head that a query sees, itself included, with ``tokens`` in the cache: a number, or an array of
+    them."""
+    first = (tokens > window) * (tokens - window) // unit_tokens if window else 0 * tokens
     return -(-tokens // unit_tokens) - first

@@ -265,7 +265,7 @@ class Engine:
             if following:
                 self._look_ahead(following)
             else:
-                self._land()
+                self._land_pending()
                 self._next(self._scheduler.schedule())
             if self.watch is not None:
                 self.watch.observe(self)
@@ -301,6 +301,7 @@ class Engine:
         once too often; nobody sees what came of it.
         """
         before, self._flight = self._flight, None
+        assert before is not None
         try:
             for sequence in following:
                 sequence.tokens.append(UNREAD)
@@ -313,12 +314,14 @@ class Engine:
             raise
         self._land(before)
 
-    def _land(self, flight: Flight | None = None) -> None:
-        """Read a flight's tokens (the pending one's, if none is named) and make news of them."""
-        if flight is None:
-            flight, self._flight = self._flight, None
-        if flight is None:
-            return
+    def _land_pending(self) -> None:
+        """Let nothing be under way."""
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            self._land(flight)
+
+    def _land(self, flight: Flight) -> None:
+        """Read a flight's tokens and make news of them."""
         for chunk, token in zip(flight.chunks, self._runner.land(flight), strict=True):
             sequence = chunk.sequence
             if sequence.finish_reason is not None:
@@ -432,7 +435,7 @@ class Engine:
     def shrink(self) -> int:
         """Give memory of an elastic pool back to the system, as far as whole growth steps at its end are free; says how
         many bytes. Evicts nothing."""
-        self._land()  # a replayed step may still write to pages that are free by now
+        self._land_pending()  # a replayed step may still write to pages that are free by now
         before = self._memory.committed_bytes
         while self._memory.last_step and self._pool.shrink(self._memory.last_step):
             self._memory.shrink(self._pool.total_units)

@@ -15,9 +15,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from octavo.core import interrupts
 from octavo.core.errors import UnsupportedModelError
 from octavo.core.execution.attention import octavo_attention
-from octavo.core.execution.compiled import CompiledLayers, serving
+from octavo.core.execution.compiled import CompiledLayers
 from octavo.core.execution.joined_linears import JoinedLinears
 from octavo.core.interfaces import AttentionStep, LayerTraits, ModelSpec
+from octavo.kernels.cpu import processor
 from octavo.kernels.cpu.linear import PackedLinears
 
 PROBE_TOKENS = 3
@@ -43,7 +44,7 @@ def load(path: str, dtype: str | torch.dtype, device: str) -> tuple[nn.Module, A
             f"folder {Path(path).resolve()}" if Path(path).exists() else f"{path!r} (no such folder; taken as a hub id)"
         )
         raise ValueError(f"no causal language model could be loaded from {looked}: {error}") from error
-    if dtype == "auto" and target == "cpu" and not _cpu_has_bf16():
+    if dtype == "auto" and target == "cpu" and not processor.multiplies_bf16():
         model = model.to(torch.float32)
     return model.to(target).eval(), tokenizer
 
@@ -84,12 +85,10 @@ class HFModel:
         Raises:
             UnsupportedModelError: the model cannot be compiled.
         """
-        if execution != "eager" and self.device.type == "cuda":
+        if join_linears and execution != "eager" and self.device.type == "cuda":
             ids = torch.zeros(PROBE_TOKENS, dtype=torch.int64, device=self.device)
             positions = torch.arange(PROBE_TOKENS, device=self.device)
-            self._linears = JoinedLinears(
-                self.model, (lambda: self.forward(ids, positions, None, _Probe())) if join_linears else lambda: None
-            )
+            self._linears = JoinedLinears(self.model, lambda: self.forward(ids, positions, None, _Probe()))
         if execution == "compiled":
             self._compiled = CompiledLayers(self.model, self.spec.layers)
 
@@ -127,8 +126,7 @@ class HFModel:
             stack.enter_context(self._octavo_attention())
             stack.enter_context(self._linears.used())
             if self._compiled is not None:
-                stack.enter_context(self._compiled.used())
-            stack.enter_context(serving(step))
+                stack.enter_context(self._compiled.used(step))
             stack.enter_context(interrupts.let_through())
             yield
 
@@ -251,12 +249,3 @@ def _refuse_unsupported(config: Any, name: str) -> None:
         )
     if getattr(text, "use_bidirectional_attention", False):
         raise UnsupportedModelError(f"{name} attends in both directions; octavo serves causal models")
-
-
-def _cpu_has_bf16() -> bool:
-    """Whether this CPU multiplies bf16 in hardware (AVX512-BF16 or AMX)."""
-    try:
-        flags = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return False
-    return "avx512_bf16" in flags or "amx_bf16" in flags

@@ -11,6 +11,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from octavo.kernels.cpu import processor
+
 PACKAGES = ("octavo", "torch", "transformers", "triton", "numpy")
 
 
@@ -58,9 +60,5 @@ def _commit() -> str | None:
 
 
 def _cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())
+    name = processor.said("model name").partition(":")[2].strip()
+    return name or platform.processor() or platform.machine()

@@ -77,12 +77,12 @@ def configuration(settings: ShapedModelSettings) -> Any:
 def dtype(settings: ShapedModelSettings) -> str:
     """Name of the weights' type in torch; "auto" is a checkpoint's own, and for random weights bf16, or on a CPU what
     it computes with."""
-    from octavo.core.hf_model import _cpu_has_bf16
+    from octavo.kernels.cpu import processor
     from octavo.scripts.build import DTYPES
 
     if settings.dtype != "auto" or settings.path is not None:
         return DTYPES[settings.dtype]
-    return "bfloat16" if device_type(settings) == "cuda" or _cpu_has_bf16() else "float32"
+    return "bfloat16" if device_type(settings) == "cuda" or processor.multiplies_bf16() else "float32"
 
 
 def make(settings: ShapedModelSettings) -> Any:

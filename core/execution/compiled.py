@@ -22,13 +22,14 @@ from torch import Tensor, nn
 
 from octavo.core.errors import UnsupportedModelError
 from octavo.core.interfaces import AttentionStep, LayerTraits
+from octavo.kernels.lending import lent
 
 _step: AttentionStep | None = None
 _layer = 0
 
 
 @contextmanager
-def serving(step: AttentionStep) -> Iterator[None]:
+def _serving(step: AttentionStep) -> Iterator[None]:
     """Within the block, one forward pass, the compiled attention is served by ``step``, layer after layer."""
     global _step, _layer
     _step, _layer = step, 0
@@ -40,7 +41,7 @@ def serving(step: AttentionStep) -> Iterator[None]:
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, scale: float, window: int, cap: float) -> Tensor:
     global _layer
-    assert _step is not None, "compiled attention runs within serving()"
+    assert _step is not None, "compiled attention runs within CompiledLayers.used()"
     layer, _layer = _layer, _layer + 1
     return _step.attend(layer, q, k, v, LayerTraits(scale, window, cap, sinks)).contiguous()
 
@@ -78,24 +79,22 @@ class CompiledLayers:
             )
         self._layers = list(lists[0])
         self._name = type(model).__name__
-        self._forwards = {kind: _compiled(kind.forward) for kind in {type(layer) for layer in self._layers}}
+        compiled = {kind: _compiled(kind.forward) for kind in {type(layer) for layer in self._layers}}
+        self._forwards = [(layer, MethodType(compiled[type(layer)], layer)) for layer in self._layers]
 
     @contextmanager
-    def used(self) -> Iterator[None]:
-        for layer in self._layers:
-            layer.forward = MethodType(self._forwards[type(layer)], layer)
+    def used(self, step: AttentionStep) -> Iterator[None]:
+        """Within the block, one forward pass, the layers run compiled code, and ``step`` serves their attention."""
+        # A model whose layers differ in more than their weights is compiled as often as that.
+        often = torch._dynamo.config.patch(recompile_limit=2 * len(self._layers) + 8)
         try:
-            # A model whose layers differ in more than their weights is compiled as often as that.
-            with torch._dynamo.config.patch(recompile_limit=2 * len(self._layers) + 8):
+            with lent(self._forwards), often, _serving(step):
                 yield
         except torch._dynamo.exc.TorchDynamoException as error:
             raise UnsupportedModelError(
                 f"the layers of {self._name} cannot be compiled ({type(error).__name__}: {error}); "
                 "use execution='graph'"
             ) from error
-        finally:
-            for layer in self._layers:
-                layer.__dict__.pop("forward", None)
 
 
 def _compiled(forward: Any) -> Any:

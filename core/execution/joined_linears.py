@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from octavo.kernels.lending import lent
 
 
 class JoinedLinears:
@@ -37,19 +40,17 @@ class JoinedLinears:
     def used(self) -> Iterator[None]:
         """Let the layers of each set multiply together."""
         try:
-            for joined in self._sets:
-                joined.lend()
-            yield
+            with lent(forward for joined in self._sets for forward in joined.forwards):
+                yield
         finally:
             for joined in self._sets:
-                joined.take_back()
+                joined.let_go()
 
 
 class _Joined:
     """One set. Between calls of the model it holds no input, so that compiled code always finds it alike."""
 
     def __init__(self, layers: list[nn.Linear]) -> None:
-        self._layers = layers
         self._weight = torch.cat([layer.weight.detach() for layer in layers])
         biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
         self._bias = torch.cat(biases) if biases else None
@@ -59,20 +60,15 @@ class _Joined:
             layer.weight.data = self._weight[self._bounds[-2] : self._bounds[-1]]
         self._input: Tensor | None = None
         self._output: Tensor | None = None
+        self.forwards = [(layer, self._part(number)) for number, layer in enumerate(layers)]
 
-    def lend(self) -> None:
+    def let_go(self) -> None:
+        """Hold no input: a pass may have ended in the middle of the set."""
         self._input = self._output = None
-        for number, layer in enumerate(self._layers):
-            layer.forward = self._part(number)  # type: ignore[method-assign, assignment]
-
-    def take_back(self) -> None:
-        self._input = self._output = None
-        for layer in self._layers:
-            layer.__dict__.pop("forward", None)
 
     def _part(self, number: int) -> Callable[[Tensor], Tensor]:
         first, last = self._bounds[number], self._bounds[number + 1]
-        ends = number == len(self._layers) - 1
+        ends = last == self._bounds[-1]
 
         def forward(x: Tensor) -> Tensor:
             if self._input is not x or self._output is None:
@@ -99,10 +95,10 @@ def _siblings(model: nn.Module, run: Callable[[], object]) -> list[list[nn.Linea
         for hook in hooks:
             hook.remove()
     parent = {child: module for module in model.modules() for child in module.children()}
-    called = [layer for _, layer in calls]
+    called = Counter(layer for _, layer in calls)
     sets: dict[tuple[object, ...], list[nn.Linear]] = {}
     for x, layer in calls:
-        if called.count(layer) == 1:
+        if called[layer] == 1:
             key = id(x), parent[layer], layer.weight.dtype, layer.weight.device, layer.bias is None
             sets.setdefault(key, []).append(layer)
     return [layers for layers in sets.values() if len(layers) > 1]

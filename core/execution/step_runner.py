@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.core.config import EngineConfig
+from octavo.core.costs import dense_units
 from octavo.core.encoding.encoded_items import EncodedItems
 from octavo.core.execution.attention import DecodeGroup, PagedStep, PrefillGroup
 from octavo.core.execution.decode_program import DecodeProgram
@@ -210,9 +211,8 @@ class StepRunner:
         unit_tokens = self.kv.shape[4]
         ends = np.array([chunk.end for chunk in flight.chunks])
         units = np.zeros_like(ends)
-        for window, layers in self._windows.items():  # as ``costs.dense_units``
-            unseen = np.maximum(ends - window, 0) // unit_tokens if window else 0
-            units += layers * (-(-ends // unit_tokens) - unseen)
+        for window, layers in self._windows.items():
+            units += layers * dense_units(ends, window, unit_tokens)
         read = (units * (unit_tokens * self._row_bytes)).tolist()
         for chunk, nbytes in zip(flight.chunks, read, strict=True):
             sequence = chunk.sequence

@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from octavo.kernels.lending import lent
+
 PACKED_DTYPES = (torch.bfloat16, torch.float32)
 MEMORY_SHARE = 0.25
 """Packed copies that would take more than this share of the free memory are not made."""
@@ -48,23 +50,22 @@ class PackedLinears:
     @contextmanager
     def used(self) -> Iterator[None]:
         """Let the layers multiply by their packed weights. Those that have become something else are left alone."""
-        lent = []
         try:
-            for layer in self._layers:
-                if not _packable(layer):
-                    continue
-                packed = self._packed.get(layer)
-                if packed is None or not _same(packed[0], layer.weight):
-                    weight = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach())
-                    packed = self._packed[layer] = _identity(layer.weight), weight
-                _serving[layer.weight.data_ptr()] = packed[1]
-                layer.__dict__["forward"] = MethodType(_forward, layer)  # past nn.Module.__setattr__, which is slow
-                lent.append(layer)
-            yield
+            with lent((layer, MethodType(_forward, layer)) for layer in self._layers if self._lay_out(layer)):
+                yield
         finally:
             _serving.clear()
-            for layer in lent:
-                del layer.__dict__["forward"]
+
+    def _lay_out(self, layer: nn.Linear) -> bool:
+        """Have a layer's packed weight ready to serve; False if it has become something else."""
+        if not _packable(layer):
+            return False
+        packed = self._packed.get(layer)
+        if packed is None or not _same(packed[0], layer.weight):
+            weight = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach())
+            packed = self._packed[layer] = _identity(layer.weight), weight
+        _serving[layer.weight.data_ptr()] = packed[1]
+        return True
 
 
 Identity = tuple[Tensor, int, int]

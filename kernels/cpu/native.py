@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.cache_dir import cache_dir
+from octavo.kernels.cpu import processor
 from octavo.kernels.layout import ID_SHIFT, MAX_UNIT_TOKENS, VALID_MASK
 
 SOURCE = Path(__file__).with_name("decode.c")
@@ -80,7 +81,7 @@ def decode(
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """``reference.decode``; None where this machine cannot compile it for the pool's type and shape."""
     batch, q_heads, dim = q.shape
-    layers, kv_heads, unit_tokens = pool.shape[1], pool.shape[3], pool.shape[4]
+    kv_heads = pool.shape[3]
     function = _function(SOURCE, pool.dtype, dim, q_heads // kv_heads) if _is_plain(q, pool, layer) else None
     if function is None:
         return None
@@ -90,14 +91,10 @@ def decode(
     mass = query.new_zeros((batch, kv_heads, table.shape[3]) if want_mass else (0,))
     sinks = None if sinks is None else sinks.float().contiguous()
     q_pos = q_pos.int().contiguous()
-    table, table_strides = _of_layer(table, layer)
-    lengths, lengths_strides = _of_layer(lengths, layer)
+    pages, table, lengths = _pages(pool, layer, table, lengths)
     unit_pos, unit_pos_strides = (None, (0, 0)) if unit_pos is None else _of_layer(unit_pos, layer)
     args = Args(
         q=query.data_ptr(),
-        pool=pool.data_ptr(),
-        table=table.data_ptr(),
-        lengths=lengths.data_ptr(),
         unit_pos=None if unit_pos is None else unit_pos.data_ptr(),
         q_pos=q_pos.data_ptr(),
         sinks=None if sinks is None else sinks.data_ptr(),
@@ -105,20 +102,11 @@ def decode(
         lse=lse.data_ptr() if want_lse else None,
         mass=mass.data_ptr() if want_mass else None,
         batch=batch,
-        units=len(pool),
-        layers=layers,
-        layer=layer,
-        kv_heads=kv_heads,
-        unit_tokens=unit_tokens,
-        entries=table.shape[2],
         window=window,
-        table_row=table_strides[0],
-        table_head=table_strides[1],
-        lengths_row=lengths_strides[0],
-        lengths_head=lengths_strides[1],
         unit_pos_row=unit_pos_strides[0],
         unit_pos_head=unit_pos_strides[1],
         softcap=softcap,
+        **pages,
     )
     _call(function, args)
     return torch.empty_like(q).copy_(out), lse, mass
@@ -143,12 +131,11 @@ def prefill(
     """``reference.prefill`` of bf16 over sequences in logical order, causally; None for all else, and where this
     machine cannot compile it or its processor multiplies no bf16."""
     tokens, q_heads, dim = q.shape
-    layers, kv_heads, unit_tokens = pool.shape[1], pool.shape[3], pool.shape[4]
     if unit_pos is not None or q_span is not None or q.dtype != torch.bfloat16 or pool.dtype != torch.bfloat16:
         return None
     if dim % 16 or not _is_plain(q, pool, layer) or not _multiplies_bf16():
         return None
-    function = _function(PREFILL_SOURCE, pool.dtype, dim, q_heads // kv_heads)
+    function = _function(PREFILL_SOURCE, pool.dtype, dim, q_heads // pool.shape[3])
     if function is None:
         return None
     query = q.contiguous()
@@ -156,35 +143,45 @@ def prefill(
     lse = torch.full((tokens, q_heads) if want_lse else (0,), -torch.inf)
     sinks = None if sinks is None else sinks.float().contiguous()
     cu_q, q_pos = cu_q.int().contiguous(), q_pos.int().contiguous()
-    table, table_strides = _of_layer(table, layer)
-    lengths, lengths_strides = _of_layer(lengths, layer)
+    pages, table, lengths = _pages(pool, layer, table, lengths)
     args = PrefillArgs(
         q=query.data_ptr(),
-        pool=pool.data_ptr(),
-        table=table.data_ptr(),
-        lengths=lengths.data_ptr(),
         cu_q=cu_q.data_ptr(),
         q_pos=q_pos.data_ptr(),
         sinks=None if sinks is None else sinks.data_ptr(),
         out=out.data_ptr(),
         lse=lse.data_ptr() if want_lse else None,
         batch=len(cu_q) - 1,
-        units=len(pool),
-        layers=layers,
-        layer=layer,
-        kv_heads=kv_heads,
-        unit_tokens=unit_tokens,
-        entries=table.shape[2],
         window=window,
-        table_row=table_strides[0],
-        table_head=table_strides[1],
-        lengths_row=lengths_strides[0],
-        lengths_head=lengths_strides[1],
         scale=scale,
         softcap=softcap,
+        **pages,
     )
     _call(function, args)
     return out, lse
+
+
+def _pages(pool: Tensor, layer: int, table: Tensor, lengths: Tensor) -> tuple[dict[str, int], Tensor, Tensor]:
+    """Where one layer's pages are, as both structs say it, and the tensors of which that holds while they live."""
+    units, layers, _, kv_heads, unit_tokens, _ = pool.shape
+    table, table_strides = _of_layer(table, layer)
+    lengths, lengths_strides = _of_layer(lengths, layer)
+    fields = {
+        "pool": pool.data_ptr(),
+        "table": table.data_ptr(),
+        "lengths": lengths.data_ptr(),
+        "units": units,
+        "layers": layers,
+        "layer": layer,
+        "kv_heads": kv_heads,
+        "unit_tokens": unit_tokens,
+        "entries": table.shape[2],
+        "table_row": table_strides[0],
+        "table_head": table_strides[1],
+        "lengths_row": lengths_strides[0],
+        "lengths_head": lengths_strides[1],
+    }
+    return fields, table, lengths
 
 
 def _call(function: Callable[[object], int], args: Args | PrefillArgs) -> None:
@@ -235,7 +232,7 @@ def _function(  # type: ignore[name-defined]
             HEADER.read_text("utf-8"),
             *command[1:-1],
             _version(compiler),
-            _processor(),
+            processor.flags(),
         ]
         name = DIGEST("\0".join(made_from).encode(errors="surrogateescape")).hexdigest()[:32] + ".so"
         library = ctypes.CDLL(str(_built(cache_dir() / "kernels" / name, command)))
@@ -298,14 +295,4 @@ def _run(command: list[str], check: bool = False) -> subprocess.CompletedProcess
 @cache
 def _multiplies_bf16() -> bool:
     """Whether the processor has AVX512-BF16, whose instruction ``prefill.c`` is written in."""
-    return "avx512_bf16" in _processor().split()
-
-
-@cache
-def _processor() -> str:
-    """What ``-march=native`` depends on; a home folder may be shared by different machines."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return ""
-    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return "avx512_bf16" in processor.flags().split()
