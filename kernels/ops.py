@@ -19,7 +19,9 @@ from octavo.kernels.reference import backend as reference
 
 _KERNELS = {"reference": "torch", "cpu": "torch", "triton": "Triton"}
 """What runs an op of a backend, where there is nothing to choose."""
-_CHOOSES = {("decode", "cpu"), ("decode", "triton"), ("decode_shared", "cpu"), ("prefill", "triton")}
+_CHOOSES = {
+    ("decode", "cpu"), ("decode", "triton"), ("decode_shared", "cpu"), ("prefill", "cpu"), ("prefill", "triton"),
+}  # fmt: skip
 """Where there is, and the choice is logged by the one who makes it."""
 
 

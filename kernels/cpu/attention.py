@@ -31,9 +31,12 @@ cache while they are masked and normalised."""
 def decode(q: Tensor, pool: Tensor, *args, **named):  # type: ignore[no-untyped-def]
     done = native.decode(q, pool, *args, **named)
     if log.KERNELS:
-        kernel = "gathered, torch" if done is None else "compiled C"
-        log.chosen("decode", "cpu", kernel, pool, query_heads=q.shape[1], rows=len(q))
+        _say("decode", pool, done is not None, query_heads=q.shape[1], rows=len(q))
     return decode_gathered(q, pool, *args, **named) if done is None else done
+
+
+def _say(op: str, pool: Tensor, compiled: bool, **facts: object) -> None:
+    log.chosen(op, "cpu", "compiled C" if compiled else "gathered, torch", pool, **facts)
 
 
 def decode_gathered(
@@ -104,6 +107,8 @@ def prefill(
 ) -> tuple[Tensor, Tensor]:
     args = (q, pool, layer, table, lengths, cu_q, q_pos, unit_pos, sinks, scale, window, softcap, want_lse, q_span)
     done = native.prefill(*args)
+    if log.KERNELS:
+        _say("prefill", pool, done is not None, query_heads=q.shape[1], window=window)
     return prefill_gathered(*args) if done is None else done
 
 

@@ -68,6 +68,19 @@ def test_the_cpu_says_whether_c_decodes(said, monkeypatch, compiled, kernel):
     ]
 
 
+@pytest.mark.parametrize(("compiled", "kernel"), [(True, "compiled C"), (False, "gathered, torch")])
+def test_the_cpu_says_whether_c_prefills(said, monkeypatch, compiled, kernel):
+    done = torch.zeros(1), torch.zeros(1)
+    monkeypatch.setattr(native, "prefill", lambda *args: done if compiled else None)
+    monkeypatch.setattr(attention, "prefill_gathered", lambda *args: done)
+    inputs = build(Case("log", (3, 20), (3, 5), head_dim=16), torch.float32)
+    ops.prefill(*inputs.args(), "cpu")
+    assert said() == [
+        f"prefill: cpu, {kernel}; pool of float32 on cpu, 2 layers, 2 KV heads of 16, units of 16 tokens, "
+        "query heads 4, window 0"
+    ]
+
+
 @interpreted
 @pytest.mark.parametrize(
     ("tokens", "kernel"),
