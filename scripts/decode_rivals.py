@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -78,27 +75,18 @@ class VLLM(BySlope):
     def __init__(
         self, config: DecodeStep, model_config: Any, dtype: str, shapes: Sequence[StepShape], mixed: Workload | None
     ) -> None:
-        # Read when vLLM is imported: everything in this process, and nothing sent anywhere.
-        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-        from vllm import LLM
-
         longest = [shape.context + SHORT_TOKENS + shape.new_tokens for shape in shapes]
         self.device = torch.device("cuda")
         self.vocab_size = model_config.get_text_config().vocab_size
-        with tempfile.TemporaryDirectory() as folder:
-            model_config.save_pretrained(Path(folder))
-            self._llm = LLM(
-                model=config.model.path or folder,
-                load_format="dummy" if config.model.path is None else "auto",
-                skip_tokenizer_init=True,
-                dtype=dtype,
-                max_model_len=max([*longest, 0 if mixed is None else mixed.longest]),
-                max_num_seqs=config.engine.max_seqs,
-                gpu_memory_utilization=config.vllm_memory_fraction,
-                enable_prefix_caching=False,
-                disable_log_stats=True,
-            )
+        self._llm = vllm_server.load(
+            config.model.path,
+            model_config,
+            dtype=dtype,
+            longest=max([*longest, 0 if mixed is None else mixed.longest]),
+            memory_fraction=config.vllm_memory_fraction,
+            max_num_seqs=config.engine.max_seqs,
+            disable_log_stats=True,
+        )
 
     def generate(self, prompts: list[list[int]], new_tokens: int) -> float:
         return self._generate(prompts, [vllm_server.greedy(new_tokens)] * len(prompts))

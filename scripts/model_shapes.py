@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from octavo.scripts.refusal import ConfigError
 
 if TYPE_CHECKING:
-    from octavo.scripts.schema_decode import ShapedModelSettings
+    from octavo.scripts.schema_groups import ShapedModelSettings
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-8b": {

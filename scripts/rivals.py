@@ -145,7 +145,7 @@ class VLLM:
 
     def __init__(self, name: str, config: Throughput, model: Any, workload: Workload) -> None:
         self.name = name
-        self._llm = vllm_server.load(config, model, workload.longest)
+        self._llm = vllm_server.load_for(config, model, workload.longest)
 
     def run(self, workload: Workload) -> Outing:
         prompts = [{"prompt_token_ids": prompt} for prompt in workload.prompts]

@@ -4,32 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from octavo.scripts.model_shapes import SHAPES
-from octavo.scripts.refusal import ConfigError, at_least, each_once, one_of
-from octavo.scripts.schema_groups import Config, ModelSettings
+from octavo.scripts.refusal import ConfigError, at_least, each_once
+from octavo.scripts.schema_groups import Config, ShapedModelSettings
 
 EXECUTIONS = ("eager", "graph", "compiled")
 STEP_RIVALS = ("transformers", "vllm")
-
-
-@dataclass
-class ShapedModelSettings(ModelSettings):
-    """shape: random weights in a named shape, in bf16 on CUDA and in what a CPU computes with unless ``dtype`` says
-    otherwise; null with ``path`` null: llama-8b on CUDA, smollm2-135m elsewhere."""
-
-    path: str | None = None  # type: ignore[assignment]
-    shape: str | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.shape is None:
-            return
-        one_of("model.shape", self.shape, tuple(SHAPES))
-        if self.path is not None:
-            raise ConfigError(
-                f"model.path={self.path} and model.shape={self.shape} both say which model; give one, or model=random "
-                f"model.shape={self.shape}"
-            )
 
 
 @dataclass

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from octavo.scripts.refusal import ConfigError, at_least, each_once, one_of
-from octavo.scripts.schema_groups import SparseSettings, WithPageMap
+from octavo.scripts.schema_groups import ShapedModelSettings, SparseSettings, WithPageMap
 
 WORKLOADS = ("uniform", "ragged", "mixed")
 BATCH_RIVALS = ("transformers", "generate_batch", "vllm", "vllm_cpu")
@@ -49,9 +49,11 @@ class Throughput(WithRivals):
 @dataclass
 class Latency(WithRivals):
     """rates: requests a second, or "offline" for all at once. workload: of ``octavo.scripts.workloads``; requests: how
-    many of its kind, null for as many as it has. ttft_limit_s, itl_limit_s: what a good request keeps, its first token
-    after the arrival and the mean between its tokens. long_prompt_tokens: of one more request, in the middle."""
+    many of its kind, null for as many as it has; a model of random weights gets random tokens. ttft_limit_s,
+    itl_limit_s: what a good request keeps, its first token after the arrival and the mean between its tokens.
+    long_prompt_tokens: of one more request, in the middle."""
 
+    model: ShapedModelSettings = field(default_factory=ShapedModelSettings)
     rates: list[Any] = field(default_factory=lambda: [1, 2, 4, OFFLINE])
     workload: str = "ragged"
     requests: int | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import tempfile
 from typing import Any
 
 from octavo.scripts.schema_serving import WithRivals
@@ -19,17 +20,41 @@ def missing(name: str, device: str) -> str | None:
     return None if importlib.util.find_spec("vllm") else "it is not installed"
 
 
-def load(config: WithRivals, model: Any, longest: int) -> Any:
-    """``vllm.LLM`` of the same weights and dtype, without prefix cache, for requests of at most ``longest`` tokens."""
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # read when vLLM is imported
+def load(path: str | None, model_config: Any, *, dtype: str, longest: int, memory_fraction: float, **more: Any) -> Any:
+    """``vllm.LLM`` without prefix cache, for requests of at most ``longest`` tokens.
+
+    Args:
+        path: of the weights; None makes random ones in the shape of ``model_config``, of transformers.
+        dtype: by its name in torch.
+        memory_fraction: of a GPU's memory.
+    """
+    # Read when vLLM is imported: everything in this process, and nothing sent anywhere.
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     from vllm import LLM
 
-    return LLM(
-        model=config.model.path,
+    with tempfile.TemporaryDirectory() as folder:
+        if path is None:
+            model_config.save_pretrained(folder)
+            more.update(load_format="dummy", skip_tokenizer_init=True)
+        return LLM(
+            model=path or folder,
+            dtype=dtype,
+            max_model_len=longest,
+            enable_prefix_caching=False,
+            gpu_memory_utilization=memory_fraction,
+            **more,
+        )
+
+
+def load_for(config: WithRivals, model: Any, longest: int) -> Any:
+    """``load`` of the model that all contenders serve."""
+    return load(
+        config.model.path,
+        model.config,
         dtype=str(model.dtype).removeprefix("torch."),
-        max_model_len=longest,
-        enable_prefix_caching=False,
-        gpu_memory_utilization=config.vllm_memory_fraction,
+        longest=longest,
+        memory_fraction=config.vllm_memory_fraction,
         disable_log_stats=False,  # without its statistics it does not say when a request was admitted
     )
 
@@ -74,7 +99,7 @@ class VLLMService:
 
     def __init__(self, name: str, config: WithRivals, model: Any, longest: int) -> None:
         self.name = name
-        self._engine = load(config, model, longest).llm_engine
+        self._engine = load_for(config, model, longest).llm_engine
 
     def serve(self, requests: list[TimedRequest], clock: Clock) -> Served:
         return Served(serve(VLLMServer(self._engine), requests, clock), None)

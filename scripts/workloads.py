@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 from random import Random
 from typing import Any
 
@@ -84,7 +85,7 @@ def build(
     from octavo.scripts.tasks.items import load_items, prompt_text
 
     random = Random(seed)
-    lengths = _lengths(name, random, requests)[:limit] + ([] if last is None else [last])
+    lengths = _lengths(name, random, limit, requests, last)
     items = load_items()
     random.shuffle(items)
     needed = sum(prompt for prompt, _ in lengths)
@@ -94,25 +95,37 @@ def build(
             text += tokenizer.encode(prompt_text(item), add_special_tokens=False)
             if len(text) >= needed:
                 break
-    prompts, start = [], 0
-    for prompt, _ in lengths:
-        prompts.append(text[start : start + prompt])
-        start += prompt
-    whole = Workload(name, tuple(prompts), tuple(new for _, new in lengths))
-    return whole if limit is None else whole.cut(len(lengths), SMOKE_PROMPT, SMOKE_NEW)
+    return _cut_up(name, text, lengths, limit)
 
 
-def random_ids(name: str, vocab_size: int, seed: int) -> Workload:
-    """A workload by name for a model without a tokenizer: token ids are drawn with equal probability."""
+def random_ids(
+    name: str,
+    vocab_size: int,
+    seed: int,
+    limit: int | None = None,
+    *,
+    requests: int | None = None,
+    last: Lengths | None = None,
+) -> Workload:
+    """As ``build``, for a model without a tokenizer: token ids are drawn with equal probability."""
     random = Random(seed)
-    lengths = _lengths(name, random)
-    prompts = tuple(random.choices(range(vocab_size), k=prompt) for prompt, _ in lengths)
-    return Workload(name, prompts, tuple(new for _, new in lengths))
+    lengths = _lengths(name, random, limit, requests, last)
+    ids = random.choices(range(vocab_size), k=sum(prompt for prompt, _ in lengths))
+    return _cut_up(name, ids, lengths, limit)
 
 
-def _lengths(name: str, random: Random, requests: int | None = None) -> list[Lengths]:
+def _lengths(name: str, random: Random, limit: int | None, requests: int | None, last: Lengths | None) -> list[Lengths]:
     shape = SHAPES[name]
-    return [shape.draw(random) for _ in range(shape.requests if requests is None else requests)]
+    drawn = [shape.draw(random) for _ in range(shape.requests if requests is None else requests)]
+    return drawn[:limit] + ([] if last is None else [last])
+
+
+def _cut_up(name: str, ids: list[int], lengths: list[Lengths], limit: int | None) -> Workload:
+    """Consecutive pieces of ``ids`` as prompts; with ``limit``, all requests are short ones."""
+    ends = list(accumulate(prompt for prompt, _ in lengths))
+    prompts = tuple(ids[end - prompt : end] for end, (prompt, _) in zip(ends, lengths, strict=True))
+    whole = Workload(name, prompts, tuple(new for _, new in lengths))
+    return whole if limit is None else whole.cut(len(lengths), SMOKE_PROMPT, SMOKE_NEW)
 
 
 def refuse_too_long(workload: Workload, model: Any) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from octavo.scripts import build, latency_plots, latency_rows, report, step_profile, workloads
+from octavo.scripts import build, latency_plots, latency_rows, model_shapes, report, step_profile, workloads
 from octavo.scripts.latency_plots import who
 from octavo.scripts.latency_rows import Row
 from octavo.scripts.machine_load import busy_rounds, watch
@@ -49,12 +49,7 @@ def run(config: Latency, run: Run) -> None:
     from octavo.scripts.rivals import engine_for, rival_services
 
     methods = build.methods(config.sparse)
-    with waiting(f"loading {config.model.path}"):
-        model, tokenizer = build.load_model(config.model)
-    last = None if config.long_prompt_tokens is None else (config.long_prompt_tokens, LONG_NEW)
-    workload = workloads.build(
-        config.workload, tokenizer, config.seed, config.limit, requests=config.requests, last=last
-    )
+    model, workload = _model_and_workload(config)
     workloads.refuse_too_long(workload, model)
     engine = engine_for(config, model, workload)
     build.fit(methods, engine)
@@ -87,6 +82,20 @@ def run(config: Latency, run: Run) -> None:
     maps = [_map(ours[0], engine, workload)] if config.page_map else []
     plots = {"latency": latency_plots.percentiles_over_rate(rows), "gaps": latency_plots.gaps_cdf(run.samples)}
     report.publish(run, config, rows, plots=plots, notes=notes, maps=maps)
+
+
+def _model_and_workload(config: Latency) -> tuple[Any, Workload]:
+    """Real text for a model with a tokenizer, random tokens for one of random weights."""
+    last = None if config.long_prompt_tokens is None else (config.long_prompt_tokens, LONG_NEW)
+    if config.model.path is None:
+        with waiting("making a model of random weights"):
+            model = model_shapes.make(config.model)
+        source, lay_out = model.config.vocab_size, workloads.random_ids
+    else:
+        with waiting(f"loading {config.model.path}"):
+            model, source = build.load_model(config.model)
+        lay_out = workloads.build
+    return model, lay_out(config.workload, source, config.seed, config.limit, requests=config.requests, last=last)
 
 
 def _pass(contender: Service, rate: float | str, requests: list[TimedRequest]) -> Sample:

@@ -25,8 +25,8 @@ from octavo.scripts.decode_shapes import StepShape
 from octavo.scripts.experiments import decode_step
 from octavo.scripts.experiments.decode_step import GPU_SHAPES
 from octavo.scripts.refusal import ConfigError
-from octavo.scripts.schema_decode import DecodeStep, ShapedModelSettings
-from octavo.scripts.schema_groups import EngineSettings
+from octavo.scripts.schema_decode import DecodeStep
+from octavo.scripts.schema_groups import EngineSettings, ShapedModelSettings
 from octavo.scripts.workloads import Workload
 
 from .conftest import Command, samples

@@ -315,6 +315,16 @@ class TestCommand:
         ]
         assert "octavo: warming up" not in outcome.out and "octavo streaming: warming up" in outcome.out
 
+    def test_random_weights_are_served_random_tokens(self, octavo: Command) -> None:
+        outcome = octavo(
+            "experiment=latency", "model=random", "model.shape=tiny", "model.device=cpu", "limit=2", "rates=[offline]",
+            "sparse.methods=[dense]", "rivals=[vllm]", "page_map=false",
+        )  # fmt: skip
+        assert outcome.code == 0, outcome.err
+        (sample,) = samples(outcome.folder)
+        assert (sample["name"], sample["method"]) == ("octavo", "dense")
+        assert "vllm did not run: it is for cuda" in outcome.out
+
     def test_a_long_prompt_that_the_model_cannot_hold_is_refused(self, octavo: Command, tiny_model: Path) -> None:
         arguments = ("requests=2", "workload=uniform", "long_prompt_tokens=1010", f"model.path={tiny_model}")
         outcome = octavo("experiment=latency", *arguments)
