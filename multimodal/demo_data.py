@@ -14,7 +14,8 @@ import numpy as np
 
 from octavo.multimodal.demo_tokenizer import BOS, EOS, IGNORED, IMAGE, PAD, VOCABULARY, token_ids
 from octavo.multimodal.scenes import HELD_OUT, TRAINED, Pair, Scene
-from octavo.multimodal.scenes_prompts import Parts, prompt_parts, varied_parts
+from octavo.multimodal.scenes_follow_ups import Exchange, follow_ups
+from octavo.multimodal.scenes_prompts import Parts, prompt_parts, question_part, varied_parts
 from octavo.multimodal.scenes_questions import INDEXED_TASKS, SEARCH_TASKS, TASKS, Question, ask, images_of
 from octavo.multimodal.scenes_render import scene_arrays
 from octavo.multimodal.scenes_tasks import SCENE_TASKS
@@ -33,7 +34,7 @@ class Batch(NamedTuple):
 
     Attributes:
         token_ids: int64 [B, L].
-        labels: int64 [B, L], the token itself where it belongs to the answer or ends it, else ``IGNORED``.
+        labels: int64 [B, L], the token itself where it belongs to an answer or ends it, else ``IGNORED``.
         things, backgrounds: of all images, as ``scene_arrays``.
         images: of each question.
     """
@@ -67,23 +68,31 @@ EXAMS: dict[str, Exam] = {
 and shape that training never draws."""
 
 
-def collate(questions: Sequence[Question], parts: Sequence[Parts], image_tokens: int) -> Batch:
-    """Questions, all with equally many images, as arrays; ``parts`` are their prompts."""
-    rows = [_row(question, laid, image_tokens) for question, laid in zip(questions, parts, strict=True)]
+def collate(
+    questions: Sequence[Question],
+    parts: Sequence[Parts],
+    image_tokens: int,
+    later: Sequence[Sequence[Exchange]] | None = None,
+) -> Batch:
+    """Questions, all with equally many images, as arrays; ``parts`` are their prompts, and ``later`` what is asked
+    after each has been answered."""
+    later = [[]] * len(questions) if later is None else later
+    rows = [_row(*row, image_tokens) for row in zip(questions, parts, later, strict=True)]
     longest = max(len(ids) for ids, _ in rows)
     width = -(-longest // LENGTH_STEP) * LENGTH_STEP
     ids = np.full((len(rows), width), VOCABULARY[PAD], np.int64)
     labels = np.full((len(rows), width), IGNORED, np.int64)
     scenes: list[Scene] = []
-    for number, ((row, start), question, laid) in enumerate(zip(rows, questions, parts, strict=True)):
+    for number, ((row, learnt), question, laid) in enumerate(zip(rows, questions, parts, strict=True)):
         ids[number, : len(row)] = row
-        labels[number, start : len(row)] = row[start:]
+        for span in learnt:
+            labels[number, span] = row[span]
         scenes += [question.scenes[part] for part in laid if isinstance(part, int)]
     return Batch(ids, labels, *scene_arrays(scenes), len(questions[0].scenes))
 
 
 def training_step(
-    seed: int, step: int, *, descriptions: float, groups: int, step_images: int, image_tokens: int
+    seed: int, step: int, *, descriptions: float, groups: int, step_images: int, follow_up: int, image_tokens: int
 ) -> list[Batch]:
     """The batches of one step of training, a function of its arguments alone.
 
@@ -91,6 +100,7 @@ def training_step(
         descriptions: share of questions that ask for all that there is in an image.
         groups: how many of ``GROUPS`` take part, from the first; each gets one batch, of equally many images.
         step_images: images in all.
+        follow_up: most questions that follow an answer, about the same images.
     """
     rng = Random(f"train {seed} {step}")
     batches = []
@@ -103,7 +113,8 @@ def training_step(
             for _ in range(max(1, step_images // groups // images))
         ]
         parts = [varied_parts(rng, question.question, images) for question in questions]
-        batches.append(collate(questions, parts, image_tokens))
+        later = [follow_ups(rng, question.scenes, TRAINED, rng.randint(0, follow_up)) for question in questions]
+        batches.append(collate(questions, parts, image_tokens, later))
     return batches
 
 
@@ -130,9 +141,17 @@ def _mixture(images: int) -> tuple[list[str], list[float]]:
     return tasks, [weight.get(task, 1.0) for task in tasks]
 
 
-def _row(question: Question, parts: Parts, image_tokens: int) -> tuple[list[int], int]:
-    """Token ids of prompt and answer, and where the answer begins."""
+def _row(
+    question: Question, parts: Parts, later: Sequence[Exchange], image_tokens: int
+) -> tuple[list[int], list[slice]]:
+    """Token ids of the prompt, its answer and what follows, and where the answers are."""
     ids = [VOCABULARY[BOS]]
     for part in parts:
         ids += token_ids(part) if isinstance(part, str) else [VOCABULARY[IMAGE]] * image_tokens
-    return [*ids, *token_ids(question.answer), VOCABULARY[EOS]], len(ids)
+    answers = []
+    for asked, answer in (("", question.answer), *((question_part(each.question), each.answer) for each in later)):
+        ids += token_ids(asked)
+        start = len(ids)
+        ids += [*token_ids(answer), VOCABULARY[EOS]]
+        answers.append(slice(start, len(ids)))
+    return ids, answers

@@ -118,6 +118,7 @@ class DemoModel(nn.Module):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.language: Any = LlamaForCausalLM(LlamaConfig(**shape))
+            _fuse_norms(self.language)
             self.projector = MlpConfig().build(self.tower.width, config.hidden, self.tower.grid)
         preprocessing = json.loads(self.tower.preprocessing)["open_clip"]
         for name, key in (("mean", "mean"), ("deviation", "std")):
@@ -190,6 +191,33 @@ def save_demo(folder: str | PathLike[str], model: DemoModel, card: str) -> int:
     return sum(file.stat().st_size for file in path.iterdir())
 
 
+def load_weights(folder: str | PathLike[str], model: DemoModel) -> None:
+    """Those of a saved folder, into a model of the same sizes, to be trained further.
+
+    Raises:
+        ValueError: no model is there, or one of other sizes.
+    """
+    from safetensors.torch import load_file
+
+    path = _saved(folder)
+    towers = load_file(path / "open_clip_model.safetensors")
+    parts = {
+        model.tower.tower: {k.removeprefix("visual."): v for k, v in towers.items() if k.startswith("visual.")},
+        model.projector: load_file(path / "projector.safetensors"),
+        # The embeddings are the output layer as well, and stand in the file once.
+        model.language.model: {
+            k.removeprefix("model."): v
+            for k, v in load_file(path / "model.safetensors").items()
+            if k != "lm_head.weight"
+        },
+    }
+    try:
+        for module, weights in parts.items():
+            module.load_state_dict(weights)
+    except RuntimeError as error:
+        raise ValueError(f"{path} holds a demo model of other sizes: {error}") from error
+
+
 def load_demo(
     folder: str | PathLike[str] = FOLDER,
     *,
@@ -211,10 +239,7 @@ def load_demo(
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    path = Path(folder)
-    lacking = [name for name in ("config.json", "projector.safetensors") if not (path / name).is_file()]
-    if lacking:
-        raise ValueError(f"{path} holds no demo model, it has no {lacking[0]}; make one with scripts/train_demo.py")
+    path = _saved(folder)
     target = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
     dtype = dtype or (torch.float32 if target.type == "cpu" else torch.bfloat16)
     tower = OpenClipEncoder(f"local-dir:{path}", layer=LAST, dtype=dtype, device=target)
@@ -223,6 +248,27 @@ def load_demo(
     projector.load_state_dict(load_file(path / "projector.safetensors"))
     encoder = ImageEncoder(tower, projector.to(target, dtype), batch_images=batch_images)
     return Demo(model.to(target).eval(), AutoTokenizer.from_pretrained(path, local_files_only=True), encoder)
+
+
+def _saved(folder: str | PathLike[str]) -> Path:
+    """A folder that ``save_demo`` has written."""
+    path = Path(folder)
+    lacking = [name for name in ("config.json", "projector.safetensors") if not (path / name).is_file()]
+    if lacking:
+        raise ValueError(f"{path} holds no demo model, it has no {lacking[0]}; make one with scripts/train_demo.py")
+    return path
+
+
+def _fuse_norms(module: nn.Module) -> None:
+    """torch's norms, one kernel each, in place of transformers', which are six and as many again backwards. Weights keep
+    their names."""
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    for name, child in module.named_children():
+        if isinstance(child, LlamaRMSNorm):
+            setattr(module, name, nn.RMSNorm(child.weight.shape, eps=child.variance_epsilon))
+        else:
+            _fuse_norms(child)
 
 
 def _causal_attention(

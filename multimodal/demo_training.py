@@ -30,6 +30,8 @@ class Recipe:
     Attributes:
         steps, train_seconds: it ends with the one that comes first; ``progress`` goes from 0 to 1 with the faster.
         step_images: images a step, in up to four batches.
+        follow_up: most questions that are asked, one after the other, when the first about some images is answered.
+            Looking is what costs, so they come almost free.
         learning_rate: at its highest; it rises over ``warmup_steps`` and falls as a cosine of the progress, to a
             hundredth.
         first_phase: share of the progress in which there are few images and mostly descriptions. A single word of an
@@ -45,6 +47,7 @@ class Recipe:
     steps: int = 7000
     train_seconds: float = 1200.0
     step_images: int = 1024
+    follow_up: int = 6
     learning_rate: float = 8e-4
     weight_decay: float = 0.05
     warmup_steps: int = 200
@@ -72,17 +75,12 @@ class Recipe:
 
 
 class Trainer:
-    """A model, its optimizer and its device.
+    """A model, its optimizer and its device."""
 
-    Args:
-        compiled: run it through ``torch.compile``, which takes minutes to begin with.
-    """
-
-    def __init__(self, model: DemoModel, recipe: Recipe, device: torch.device, *, compiled: bool = False) -> None:
+    def __init__(self, model: DemoModel, recipe: Recipe, device: torch.device) -> None:
         self.model = model.to(device)
         self.recipe = recipe
         self.device = device
-        self._call: Any = torch.compile(self.model, dynamic=True) if compiled else self.model
         # Norms, biases and positions are not pulled towards zero.
         flat = [parameter for parameter in self.model.parameters() if parameter.ndim < 2]
         matrices = [parameter for parameter in self.model.parameters() if parameter.ndim >= 2]
@@ -131,7 +129,7 @@ class Trainer:
             pixels = pixels.roll(batch.images, 0)
         places = np.flatnonzero(batch.token_ids == VOCABULARY[IMAGE])
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
-            logits = self._call(self._moved(batch.token_ids), pixels, self._moved(places))
+            logits = self.model(self._moved(batch.token_ids), pixels, self._moved(places))
         return logits, self._moved(batch.labels)
 
     def _moved(self, array: np.ndarray) -> Tensor:
@@ -143,8 +141,8 @@ class Trainer:
 def answer_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """Cross entropy of the answers' words, in nats.
 
-    An answer of n words counts sqrt(n): with words counted alike, descriptions would drown the answers of one word;
-    with answers counted alike, a word of a description would teach little.
+    A row whose answers have n words in all counts sqrt(n): with words counted alike, descriptions would drown the
+    answers of one word; with rows counted alike, a word of a description would teach little.
 
     Args:
         logits: [B, L, words], of the token behind each position.

@@ -39,7 +39,12 @@ def prompt_parts(question: str, images: int) -> Parts:
     """The plain form: ``image 1 :``, the first image, ..., ``question : ... answer :``. Two questions about the same
     images begin alike, up to the question."""
     shown: Parts = [part for image in range(images) for part in (f"image {image + 1} :", image)]
-    return [*shown, f"question : {question} answer :"]
+    return [*shown, question_part(question)]
+
+
+def question_part(question: str) -> str:
+    """A question as it stands behind images, or behind an earlier answer."""
+    return f"question : {question} answer :"
 
 
 def varied_parts(rng: Random, question: str, images: int) -> Parts:
@@ -54,4 +59,4 @@ def varied_parts(rng: Random, question: str, images: int) -> Parts:
         if images > 1 or rng.random() < 0.5:
             parts.append(f"image {image + 1} :")
         parts.append(image)
-    return [*parts, "answer :" if first else f"{asked} answer :"]
+    return [*parts, "answer :" if first else question_part(question)]

@@ -38,12 +38,22 @@ def indexed(name: str) -> Callable[[Random, Sequence[Pair], int], Question]:
 
 def compare(rng: Random, pairs: Sequence[Pair], images: int) -> Question:
     """Which of two images has more things; they have equally many in a third of the questions."""
-    answer = rng.choice(("1", "2", "equal"))
+    wanted = rng.choice(("1", "2", "equal"))
     fewer = rng.randint(0, 8)
     counts = {"1": (rng.randint(fewer + 1, 9), fewer), "2": (fewer, rng.randint(fewer + 1, 9))}
-    numbers = counts.get(answer, (fewer, fewer))
+    numbers = counts.get(wanted, (fewer, fewer))
     scenes = tuple(place(rng, some(rng, pairs, number)) for number in numbers)
-    return Question("compare", scenes, "which image has more objects ?", answer)
+    return Question("compare", scenes, compare_question(), compare_answer(scenes))
+
+
+def compare_question() -> str:
+    return "which image has more objects ?"
+
+
+def compare_answer(scenes: Sequence[Scene]) -> str:
+    """Of any two scenes."""
+    first, second = (len(scene.things) for scene in scenes)
+    return "equal" if first == second else "1" if first > second else "2"
 
 
 def same(rng: Random, pairs: Sequence[Pair], images: int) -> Question:
@@ -81,8 +91,12 @@ def multihop(rng: Random, pairs: Sequence[Pair], images: int) -> Question:
     scenes[first] = place(rng, [pick(colour) for colour in colours])
     scenes[second] = place(rng, asked)
     colour, shape = rng.choice(asked)
-    question = f"what shape in image {first + 1} has the colour of the {shape} in image {second + 1} ?"
+    question = multihop_question(first, shape, second)
     return Question("multihop", tuple(scenes), question, scenes[first].of(colour=colour)[0].kind)
+
+
+def multihop_question(first: int, shape: str, second: int) -> str:
+    return f"what shape in image {first + 1} has the colour of the {shape} in image {second + 1} ?"
 
 
 def needle_digit(rng: Random, pairs: Sequence[Pair], images: int) -> Question:
@@ -92,7 +106,11 @@ def needle_digit(rng: Random, pairs: Sequence[Pair], images: int) -> Question:
         place(rng, [(rng.choice(tuple(COLOURS)), digit), *some(rng, pairs, rng.randint(0, 4))]) for digit in digits
     )
     asked = rng.randrange(images)
-    return Question("needle_digit", scenes, f"which image has the digit {digits[asked]} ?", str(asked + 1))
+    return Question("needle_digit", scenes, needle_question(f"the digit {digits[asked]}"), str(asked + 1))
+
+
+def needle_question(thing: str) -> str:
+    return f"which image has {thing} ?"
 
 
 def needle_object(rng: Random, pairs: Sequence[Pair], images: int) -> Question:
@@ -108,7 +126,7 @@ def needle_object(rng: Random, pairs: Sequence[Pair], images: int) -> Question:
         )
         for image in range(images)
     )
-    return Question("needle_object", scenes, f"which image has {with_article(look)} ?", str(asked + 1))
+    return Question("needle_object", scenes, needle_question(with_article(look)), str(asked + 1))
 
 
 PAIR_TASKS = {"compare": compare, "same": same}

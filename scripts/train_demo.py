@@ -7,7 +7,7 @@ It needs torch, transformers and open_clip, and no network. Long runs may be don
 import argparse
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from octavo.multimodal.demo_data import EXAMS, Batch, training_step
-from octavo.multimodal.demo_model import FOLDER, DemoConfig, DemoModel, load_demo, save_demo
+from octavo.multimodal.demo_model import FOLDER, DemoConfig, DemoModel, load_demo, load_weights, save_demo
 from octavo.multimodal.demo_training import SHOWN, Recipe, Trainer
 from octavo.multimodal.scenes_prompts import words
 
@@ -47,6 +47,21 @@ class State:
     best_step: int = 0
 
 
+@dataclass(frozen=True)
+class TrainingRun:
+    """What a saved folder says of a run that made it. ``recipe``: the fields of ``Recipe``."""
+
+    steps: int
+    best_step: int
+    seconds: int
+    device: str
+    recipe: dict[str, Any]
+
+
+RUNS = "training.json"
+"""Of a saved folder: its runs, oldest first."""
+
+
 class Steps(Dataset[list[Batch]]):
     """The batches of step 0, 1, ... of one phase, made wherever they are asked for."""
 
@@ -65,6 +80,7 @@ class Steps(Dataset[list[Batch]]):
             descriptions=descriptions,
             groups=groups,
             step_images=recipe.step_images,
+            follow_up=recipe.follow_up,
             image_tokens=self.image_tokens,
         )
 
@@ -107,14 +123,21 @@ def train(trainer: Trainer, state: State, checkpoint: Path, *, stretch_seconds: 
     return True
 
 
-def publish(trainer: Trainer, state: State, folder: Path, exam_size: int) -> None:
-    """Write the folder: the best weights, and a card with their accuracy on questions that nothing was chosen by."""
+def publish(trainer: Trainer, state: State, folder: Path, exam_size: int, earlier: Sequence[TrainingRun] = ()) -> None:
+    """Write the folder: the best weights, and a card with their accuracy on questions that nothing was chosen by.
+
+    Args:
+        earlier: the runs whose weights this one began with, oldest first.
+    """
     assert state.weights is not None, "the end of training always examines"
     rounded = {name: tensor.bfloat16().float() for name, tensor in state.weights.items()}
     trainer.model.load_state_dict(rounded)  # what is examined is what is saved
     table = {shown: trainer.exams(FINAL_SEED, exam_size, shown) for shown in SHOWN}
-    card = model_card(trainer, state, table, exam_size)
+    device = torch.cuda.get_device_name() if trainer.device.type == "cuda" else "CPU"
+    runs = [*earlier, TrainingRun(state.step, state.best_step, round(state.seconds), device, asdict(trainer.recipe))]
+    card = model_card(trainer, runs, table, exam_size)
     size = save_demo(folder, trainer.model, card)
+    (folder / RUNS).write_text(json.dumps([vars(run) for run in runs], indent=2) + "\n")
     _say(f"{size:,} bytes in {folder}")
     print(card, flush=True)
 
@@ -135,9 +158,15 @@ def examine_folder(folder: Path, size: int, seed: int) -> None:
     print(json.dumps(found, indent=2), flush=True)
 
 
-def model_card(trainer: Trainer, state: State, table: Mapping[str, Mapping[str, float]], exam_size: int) -> str:
-    """README.md of the folder, in numbers of this run."""
-    device = torch.cuda.get_device_name() if trainer.device.type == "cuda" else "CPU"
+def model_card(
+    trainer: Trainer, runs: Sequence[TrainingRun], table: Mapping[str, Mapping[str, float]], exam_size: int
+) -> str:
+    """README.md of the folder, in numbers of its runs."""
+    trained = "\n".join(
+        f"| training{f', run {number}' if len(runs) > 1 else ''} | {run.steps:,} steps, the weights of step "
+        f"{run.best_step:,}; {run.seconds} s on {run.device} |\n| its recipe | `{json.dumps(run.recipe)}` |"
+        for number, run in enumerate(runs, 1)
+    )
     parts = {"tower": trainer.model.tower, "projector": trainer.model.projector, "language": trainer.model.language}
     sizes = ", ".join(f"{name} {sum(p.numel() for p in part.parameters()):,}" for name, part in parts.items())
     rows = "\n".join(
@@ -168,10 +197,9 @@ engine.generate([demo_prompt([image], "what colour is the circle ?")])
 |---|---|
 | parameters | {sizes} |
 | image | 96 x 96 pixels, {trainer.model.config.image_tokens} tokens |
-| data | scenes drawn while training, from seed {trainer.recipe.seed}; nothing was downloaded, no photograph was seen |
-| training | {state.step:,} steps, the weights of step {state.best_step:,}; {state.seconds:.0f} s on {device} |
-| made by | `python -m octavo.scripts.train_demo` |
-| recipe | `{json.dumps(asdict(trainer.recipe))}` |
+| data | scenes drawn while training, from the recipe's seed; nothing was downloaded, no photograph was seen |
+| made by | `python -m octavo.scripts.train_demo`; each later run `--begin-with` the folder of the one before |
+{trained}
 | licence | Apache-2.0 |
 
 Accuracy in points, {exam_size} questions each, from a seed that neither training nor the choice of weights has used;
@@ -253,7 +281,7 @@ def _arguments() -> Any:
     parser.add_argument("--size", choices=SIZES, default="full")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--workers", type=int, default=4, help="processes that draw questions (%(default)s)")
-    parser.add_argument("--compile", action="store_true", help="through torch.compile")
+    parser.add_argument("--begin-with", type=Path, help="a folder of an earlier run, whose weights are the first")
     parser.add_argument("--final-size", type=int, default=512, help="questions an exam in the model card (%(default)s)")
     parser.add_argument("--examine", action="store_true", help="train nothing; examine --folder through the engine")
     for field in fields(Recipe):
@@ -272,10 +300,14 @@ def main() -> None:
     asked = {field.name: getattr(given, field.name, None) for field in fields(Recipe)}
     recipe = Recipe(**{**changes, **{name: value for name, value in asked.items() if value is not None}})
     model = DemoModel(config, recipe.seed)
-    trainer = Trainer(model, recipe, torch.device(given.device), compiled=given.compile)
+    earlier: list[TrainingRun] = []
+    if given.begin_with is not None:
+        load_weights(given.begin_with, model)
+        earlier = [TrainingRun(**run) for run in json.loads((given.begin_with / RUNS).read_text())]
+    trainer = Trainer(model, recipe, torch.device(given.device))
     state = _resume(given.checkpoint, trainer) if given.checkpoint.is_file() else State()
     if train(trainer, state, given.checkpoint, stretch_seconds=given.stretch_seconds, workers=given.workers):
-        publish(trainer, state, given.folder, given.final_size)
+        publish(trainer, state, given.folder, given.final_size, earlier)
     else:
         _say(f"stopped after {given.stretch_seconds:.0f} s at step {state.step}; the same command goes on")
 

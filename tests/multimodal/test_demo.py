@@ -23,6 +23,7 @@ from octavo.multimodal.demo_tokenizer import (
     token_ids,
 )
 from octavo.multimodal.demo_training import Recipe, Trainer, answer_loss, answered
+from octavo.multimodal.scenes_follow_ups import Exchange
 from octavo.multimodal.scenes_prompts import prompt_parts, words
 from octavo.multimodal.scenes_render import draw
 
@@ -82,6 +83,19 @@ def test_a_batch_is_prompts_images_and_answers():
         assert (ids == VOCABULARY[IMAGE]).sum() == 32 and (ids[np.argmax(learnt) :] == VOCABULARY[PAD]).any()
 
 
+def test_what_is_asked_later_follows_the_answer():
+    [question] = exam_questions("colour", 0, 1)
+    later = [Exchange("how many objects ?", "3"), Exchange("is there a red circle ?", "yes")]
+    batch = collate([question], [prompt_parts(question.question, 1)], 1, [later])
+    row, labels = batch.token_ids[0], batch.labels[0]
+    end = [VOCABULARY[EOS]]
+    told = [*token_ids(question.answer), *end, *token_ids("3"), *end, *token_ids("yes"), *end]
+    assert row[labels != IGNORED].tolist() == labels[labels != IGNORED].tolist() == told
+    start = int(np.argmax(labels != IGNORED)) + 2
+    asked = token_ids("question : how many objects ? answer :")
+    assert row[start : start + len(asked)].tolist() == asked
+
+
 def test_batches_hold_the_tokens_that_the_engine_reads(tokenizer):
     model = DemoModel(TINY)
     demo_encoder = load_parts(model)
@@ -106,7 +120,7 @@ def load_parts(model):
 
 def test_steps_are_a_function_of_seed_and_number():
     def made(seed, step):
-        return training_step(seed, step, descriptions=0.5, groups=4, step_images=64, image_tokens=4)
+        return training_step(seed, step, descriptions=0.5, groups=4, step_images=64, follow_up=0, image_tokens=4)
 
     for one, same, other in zip(made(0, 1), made(0, 1), made(0, 2), strict=True):
         assert all(np.array_equal(a, b) for a, b in zip(one[:4], same[:4], strict=True))
@@ -114,7 +128,7 @@ def test_steps_are_a_function_of_seed_and_number():
     for batch, (low, high) in zip(made(1, 1), GROUPS, strict=True):
         assert low <= batch.images <= high and len(batch.backgrounds) == len(batch.token_ids) * batch.images
         assert len(batch.backgrounds) <= 16
-    descriptions = training_step(0, 0, descriptions=1.0, groups=1, step_images=32, image_tokens=4)
+    descriptions = training_step(0, 0, descriptions=1.0, groups=1, step_images=32, follow_up=0, image_tokens=4)
     assert (descriptions[0].labels[0] != IGNORED).sum() >= 6
 
 
@@ -122,7 +136,7 @@ def test_the_longest_training_prompt_fits_the_model():
     longest = max(
         batch.token_ids.shape[1]
         for step in range(40)
-        for batch in training_step(0, step, descriptions=0.5, groups=4, step_images=256, image_tokens=144)
+        for batch in training_step(0, step, descriptions=0.5, groups=4, step_images=256, follow_up=6, image_tokens=144)
     )
     assert longest <= DemoConfig().max_tokens
 

@@ -29,6 +29,7 @@ from octavo.multimodal.scenes import (
     place,
     some,
 )
+from octavo.multimodal.scenes_follow_ups import follow_ups
 from octavo.multimodal.scenes_prompts import prompt_parts, varied_parts, words
 from octavo.multimodal.scenes_questions import MAX_IMAGES, TASKS, ask, images_of
 from octavo.multimodal.scenes_render import draw, render, scene_arrays, waves
@@ -220,6 +221,31 @@ def test_no_answer_can_be_guessed_from_the_question(task):
     rng = Random(1)
     answers = Counter(ask(rng, task, images_of(task)[1]).answer for _ in range(200))
     assert len(answers) >= 2 and answers.most_common(1)[0][1] <= 140
+
+
+def test_what_is_asked_later_follows_from_the_scenes_too():
+    rng = Random(5)
+    known, answers, kinds = set(words()), {"is": Counter(), "what": Counter(), "which": Counter()}, Counter()
+    for task in TASKS:
+        for images in counts(task):
+            for _ in range(20):
+                first = ask(rng, task, images)
+                later = follow_ups(rng, first.scenes, TRAINED, 6)
+                assert len({question for question, _ in later}) == len(later) <= 6
+                for question, answer in later:
+                    assert answer == examiner(question, first.scenes), question
+                    assert set(question.split()) <= known
+                    plain = re.sub(r"in image \d , ", "", question)
+                    kinds[" ".join(plain.split()[:2])] += 1
+                    answers.get(plain.split()[0], Counter())[answer] += 1
+    assert set(kinds) >= {
+        "what colour", "what shape", "what size", "where is", "how many", "which digit", "is there", "is the",
+        "which image",
+    }  # fmt: skip
+    assert min(kinds.values()) >= 20
+    assert 0.8 < answers["is"]["yes"] / answers["is"]["no"] < 1.25
+    assert follow_ups(rng, [BLANK, BLANK], TRAINED, 0) == []
+    assert all(answer in ("0", "no", "none", "equal") for _, answer in follow_ups(rng, [BLANK, BLANK], TRAINED, 9))
 
 
 def test_what_two_images_have_in_common_does_not_answer_the_multihop_question():

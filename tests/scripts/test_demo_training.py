@@ -53,6 +53,20 @@ def test_a_run_writes_the_model_and_a_card_with_its_numbers(run, capsys):
     assert json.loads((folder / "config.json").read_text())["hidden_size"] == 32
 
 
+def test_a_run_may_begin_with_the_weights_of_another(run, tmp_path):
+    first = run("first")
+    second = run("second", "--begin-with", str(first), "--steps", "2", "--warmup-steps", "1000000", "--seed", "1")
+    for name, tensor in weights(first).items():
+        # Two steps at next to no learning rate, rounded to bf16, leave everything where it was.
+        assert torch.allclose(tensor.float(), weights(second)[name].float(), atol=2**-6, rtol=2**-6), name
+    card = (second / "README.md").read_text()
+    assert "| training, run 1 | 6 steps" in card and "| training, run 2 | 2 steps" in card and '"seed": 1' in card
+    third = run("third", "--begin-with", str(second), "--steps", "1")
+    assert "| training, run 3 | 1 steps" in (third / "README.md").read_text()
+    with pytest.raises(ValueError, match="holds no demo model, it has no config.json"):
+        run("fourth", "--begin-with", str(tmp_path / "nowhere"))
+
+
 def test_a_run_that_broke_off_ends_as_if_it_had_not(run, monkeypatch, capsys):
     whole = run("whole")
     step = Trainer.step
