@@ -200,16 +200,15 @@ def load_weights(folder: str | PathLike[str], model: DemoModel) -> None:
     from safetensors.torch import load_file
 
     path = _saved(folder)
-    towers = load_file(path / "open_clip_model.safetensors")
+
+    def part(file: str, prefix: str = "") -> dict[str, Tensor]:
+        tensors = load_file(path / file).items()
+        return {name.removeprefix(prefix): tensor for name, tensor in tensors if name.startswith(prefix)}
+
     parts = {
-        model.tower.tower: {k.removeprefix("visual."): v for k, v in towers.items() if k.startswith("visual.")},
-        model.projector: load_file(path / "projector.safetensors"),
-        # The embeddings are the output layer as well, and stand in the file once.
-        model.language.model: {
-            k.removeprefix("model."): v
-            for k, v in load_file(path / "model.safetensors").items()
-            if k != "lm_head.weight"
-        },
+        model.tower.tower: part("open_clip_model.safetensors", "visual."),
+        model.projector: part("projector.safetensors"),
+        model.language.model: part("model.safetensors", "model."),  # its embeddings are the output layer as well
     }
     try:
         for module, weights in parts.items():
@@ -260,8 +259,8 @@ def _saved(folder: str | PathLike[str]) -> Path:
 
 
 def _fuse_norms(module: nn.Module) -> None:
-    """torch's norms, one kernel each, in place of transformers', which are six and as many again backwards. Weights keep
-    their names."""
+    """torch's norms, one kernel each, in place of transformers', which are six and as many again backwards. Weights
+    keep their names."""
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
     for name, child in module.named_children():

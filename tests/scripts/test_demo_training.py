@@ -63,7 +63,7 @@ def test_a_run_may_begin_with_the_weights_of_another(run, tmp_path):
     assert "| training, run 1 | 6 steps" in card and "| training, run 2 | 2 steps" in card and '"seed": 1' in card
     third = run("third", "--begin-with", str(second), "--steps", "1")
     assert "| training, run 3 | 1 steps" in (third / "README.md").read_text()
-    with pytest.raises(ValueError, match="holds no demo model, it has no config.json"):
+    with pytest.raises(ValueError, match=r"holds no demo model, it has no config\.json"):
         run("fourth", "--begin-with", str(tmp_path / "nowhere"))
 
 
