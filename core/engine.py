@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, wait
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -17,9 +18,9 @@ from octavo.core.config import EngineConfig, SamplingParams
 from octavo.core.detokenizer import Detokenizer
 from octavo.core.encoding.encoded_items import EncodedItems
 from octavo.core.encoding.items import image_encoder, with_image_pages
-from octavo.core.errors import BatchError
 from octavo.core.execution.sampler import sample, token_logprobs
 from octavo.core.execution.step_runner import Flight, Row, StepRunner
+from octavo.core.generation import generate
 from octavo.core.hf_model import HFModel, load
 from octavo.core.inspection import capacity_report
 from octavo.core.inspection.counters import engine_stats
@@ -42,6 +43,8 @@ from octavo.core.sequence import NEVER, Request
 from octavo.core.sequence import Sequence as TokenSequence
 from octavo.core.session import Session
 from octavo.core.shared_list import SharedList
+from octavo.core.turn import MARKER
+from octavo.core.workers.producing import Producer, Productions
 
 if TYPE_CHECKING:
     from octavo.core.inspection.page_watch import PageWatch
@@ -126,6 +129,7 @@ class Engine:
         self._steps = 0
         self._flight: Flight | None = None
         self._undelivered: list[StepOutput] = []
+        self._productions = Productions()
         self._stepping = Lock()
         self.watch: PageWatch | None = None
         if method is not None:
@@ -183,35 +187,7 @@ class Engine:
         Raises:
             BatchError: some prompts were refused. The others are finished first and are in ``.completions``.
         """
-        if not isinstance(prompts, str | Sequence):
-            raise ValueError(f"prompts must be a list of prompts, got {type(prompts).__name__}")
-        prompts = [prompts] if isinstance(prompts, str) else list(prompts)
-        each = [params or SamplingParams()] * len(prompts) if not isinstance(params, Sequence) else list(params)
-        if len(each) != len(prompts):
-            raise ValueError(
-                f"{len(prompts)} prompts came with {len(each)} sampling parameters; give one, or one a prompt"
-            )
-        errors: dict[int, Exception] = {}
-        ids: dict[str, int] = {}
-        try:
-            for index, (prompt, one) in enumerate(zip(prompts, each, strict=True)):
-                try:
-                    ids[self.submit(prompt, one)] = index
-                except ValueError as error:
-                    errors[index] = error
-        except BaseException:
-            for request_id in ids:
-                self.abort(request_id)
-            raise
-        ordered: list[Completion | None] = [None] * len(prompts)
-        for request_id, completion in self.finish(list(ids)).items():
-            if completion.error is None:
-                ordered[ids[request_id]] = completion
-            else:
-                errors[ids[request_id]] = completion.error
-        if errors:
-            raise BatchError(ordered, errors)
-        return [completion for completion in ordered if completion is not None]
+        return generate(self, prompts, params)
 
     def submit(
         self,
@@ -261,17 +237,28 @@ class Engine:
         if not self._stepping.acquire(blocking=False):
             raise RuntimeError("another thread is in this engine's step(); an engine belongs to one thread at a time")
         try:
+            self._productions.deliver()
             following = self._following()
             if following:
                 self._look_ahead(following)
             else:
                 self._land_pending()
-                self._next(self._scheduler.schedule())
+                self._next(self._schedule())
             if self.watch is not None:
                 self.watch.observe(self)
         finally:
             self._items.keep(self._scheduler.running)
             self._stepping.release()
+
+    def _schedule(self) -> StepPlan:
+        """Plan a step. Where nobody can compute anything before somebody's producer is done, wait for it."""
+        plan = self._scheduler.schedule()
+        while not (plan.chunks or plan.stranded or self._undelivered) and (busy := self._productions.futures):
+            with interrupts.let_through():
+                wait(busy, return_when=FIRST_COMPLETED)
+            self._productions.deliver()
+            plan = self._scheduler.schedule()
+        return plan
 
     def _next(self, plan: StepPlan) -> None:
         for sequence in plan.stranded:
@@ -400,6 +387,8 @@ class Engine:
         if request_id in self._requests:
             self._abort(self._requests[request_id])
             self._items.keep(self._scheduler.running)
+        elif request_id in self._productions:
+            self._productions.abort(request_id)
 
     def _abort(self, request: Request, error: ValueError | None = None) -> None:
         request.unforked, request.error = 0, error
@@ -409,7 +398,7 @@ class Engine:
 
     def has_work(self) -> bool:
         """Whether ``step`` has something to do or to deliver."""
-        return bool(self._requests or self._undelivered)
+        return bool(self._requests or self._undelivered or self._productions)
 
     def score(self, prompt: Prompt, target: str | list[int], *, method: SparseMethod | None = None) -> list[float]:
         """Log-likelihood of each target token after the prompt, each computed as it would be when decoding.
@@ -423,9 +412,17 @@ class Engine:
         """``score`` for several (prompt, target, method) at once, batched."""
         return score_many(self, items)
 
-    def session(self, prompt: Prompt = "", *, method: SparseMethod | None = None, salt: str | None = None) -> Session:
-        """A growing conversation whose pages stay between turns; see ``Session``."""
-        return Session(self, prompt, method or self._method, salt)
+    def session(
+        self,
+        prompt: Prompt = "",
+        *,
+        method: SparseMethod | None = None,
+        salt: str | None = None,
+        producers: Mapping[int | str, Producer] | None = None,
+    ) -> Session:
+        """A growing conversation whose pages stay between turns; see ``Session``. ``producers``, by marker, add to a
+        turn while it is generated."""
+        return Session(self, prompt, method or self._method, salt, producers or {})
 
     def stats(self) -> EngineStats:
         """Counters and the state of the pool now."""
@@ -461,7 +458,9 @@ class Engine:
         request.sequences.append(sequence)
         self._requests[request.request_id] = request
         if self.tokenizer is not None and not sequence.forced:
-            sequence.detokenizer = Detokenizer(self.tokenizer, tuple(request.params.stop), request.params.include_stop)
+            markers = tuple(marker for marker in request.markers if isinstance(marker, str))
+            stop, included = tuple(request.params.stop), request.params.include_stop
+            sequence.detokenizer = Detokenizer(self.tokenizer, stop, included, markers)
 
     def _publish(self, sequence: TokenSequence) -> None:
         """Make the pages that a step has filled findable."""
@@ -559,10 +558,13 @@ class Engine:
         if sequence.detokenizer is not None and (not ends or params.include_stop):
             text = sequence.detokenizer.add(token, search=enough)
         reason = None
+        marker = None if sequence.detokenizer is None else sequence.detokenizer.marker
         if ends or (sequence.detokenizer is not None and sequence.detokenizer.stopped):
             reason = "stop"
         elif generated == params.max_tokens or len(sequence.tokens) == self._max_tokens:
             reason = "length"
+        elif marker is not None or token in sequence.request.markers:
+            reason = MARKER
         if reason is None:
             return StepOutput(sequence.request.request_id, sequence.sample, [token], text)
         output = self._finish(sequence, reason)
@@ -574,7 +576,7 @@ class Engine:
         """End a sample; with the last one the request ends and its completion is made."""
         request = sequence.request
         text = sequence.detokenizer.finish() if sequence.detokenizer is not None else ""
-        if reason == "length" and sequence.detokenizer is not None and sequence.detokenizer.stopped:
+        if reason in ("length", MARKER) and sequence.detokenizer is not None and sequence.detokenizer.stopped:
             reason = "stop"  # the stop string ended in a token that also held half a character
         sequence.finish_reason = reason
         if request.keep is not None and sequence in self._scheduler.running:
@@ -586,5 +588,5 @@ class Engine:
             del self._requests[request.request_id]
             output.completion = request.completion()
         if request.keep is not None:
-            request.keep(sequence)
+            request.keep(sequence, output)
         return output

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 TokenLogprobs = dict[int, float]
 
@@ -20,6 +21,7 @@ class Sample:
         kv_bytes_read: bytes of K and V in the pool behind the table entries that the kernels of those passes were
             given, over all layers and KV heads.
         digest_bytes_read: bytes of page digests (and, for an oracle, of K) that were read to choose those entries.
+        inserted: what a session's producers added, each behind how many of ``token_ids``, which hold none of it.
     """
 
     token_ids: list[int]
@@ -29,6 +31,7 @@ class Sample:
     decode_steps: int = 0
     kv_bytes_read: int = 0
     digest_bytes_read: int = 0
+    inserted: list[tuple[int, Any]] = field(default_factory=list)
 
 
 @dataclass
@@ -40,7 +43,8 @@ class Completion:
             for equal images: they stand for it, and no tokenizer knows them.
         cached_tokens: prompt tokens whose KV was found in the prefix cache at the first admission.
         prompt_logprobs: one entry a prompt token, if asked for; None for the first, and for those of images.
-        error: an image that the prompt held could not be encoded, and this is why; the samples then end with "abort".
+        error: an image that the prompt held could not be encoded, or a producer failed, and this is why; the samples
+            then end with "abort".
     """
 
     request_id: str
@@ -60,7 +64,8 @@ class Completion:
 class StepOutput:
     """News of one sample from one step. Text that was given out is never taken back.
 
-    ``completion`` comes with the last news of the last sample of a request.
+    ``completion`` comes with the last news of the last sample of a request. ``inserted`` is what a session's producer
+    has added behind all text so far.
     """
 
     request_id: str
@@ -69,6 +74,7 @@ class StepOutput:
     new_text: str
     finish_reason: str | None = None
     completion: Completion | None = None
+    inserted: Any = None
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,28 @@ def validate_method(method: SparseMethod, engine: Engine) -> None:
     method.validate(engine.spec, engine.config.text_page_tokens)
 
 
+def require_room(
+    engine: Engine,
+    layout: PageLayout,
+    prompt_tokens: int,
+    params: SamplingParams,
+    method: SparseMethod | None,
+    required_tokens: int | None = None,
+) -> None:
+    """Refuse, with a ValueError, a prompt that can never fit with what must follow it, or that ``method`` cannot
+    serve."""
+    must = params.max_tokens if params.ignore_eos else max(1, params.min_tokens)
+    required = must if required_tokens is None else required_tokens
+    sizing.check_fits(layout, engine._plan, prompt_tokens, required, engine._max_tokens, engine._pool)
+    if method is not None:
+        validate_method(method, engine)
+        if not layout.uniform:
+            raise ValueError(
+                f"method {method.name!r} chooses among pages of one size, and this prompt has segments with "
+                "pages of their own; sparse methods over several page sizes are not built yet"
+            )
+
+
 def new_request(
     engine: Engine,
     prompt: list[int],
@@ -46,22 +68,13 @@ def new_request(
         raise ValueError(f"stop strings {params.stop!r} need a tokenizer, and the engine has none")
     if bad := [token for token in params.stop_token_ids if token >= engine.spec.vocab_size]:
         raise ValueError(f"stop_token_ids {bad} are outside the vocabulary of {engine.spec.vocab_size} tokens")
-    if request_id is not None and request_id in engine._requests:
+    if request_id is not None and (request_id in engine._requests or request_id in engine._productions):
         raise ValueError(f"request id {request_id!r} is in use; wait for it to end, abort it, or choose another")
     if params.n > engine.config.max_seqs:
         raise ValueError(f"n={params.n} samples are more than max_seqs={engine.config.max_seqs} sequences at once")
-    must = params.max_tokens if params.ignore_eos else max(1, params.min_tokens)
     layout = layout or engine._text
-    required = must if required_tokens is None else required_tokens
-    sizing.check_fits(layout, engine._plan, len(prompt), required, engine._max_tokens, engine._pool)
     method = method or engine._method
-    if method is not None:
-        validate_method(method, engine)
-        if not layout.uniform:
-            raise ValueError(
-                f"method {method.name!r} chooses among pages of one size, and this prompt has segments with "
-                "pages of their own; sparse methods over several page sizes are not built yet"
-            )
+    require_room(engine, layout, len(prompt), params, method, required_tokens)
     arrival = engine._arrivals
     while request_id is None and f"request-{arrival}" in engine._requests:
         arrival += 1

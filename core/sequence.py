@@ -18,7 +18,7 @@ from octavo.core.memory.layer_groups import LayerPlan
 from octavo.core.memory.page_layout import PageLayout
 from octavo.core.memory.page_pool import PagePool, Pages
 from octavo.core.memory.prefix_cache import Node, PageKey, Parent, PrefixCache, Tags, page_key
-from octavo.core.outputs import Completion, Sample, TokenLogprobs
+from octavo.core.outputs import Completion, Sample, StepOutput, TokenLogprobs
 from octavo.core.shared_list import SharedList
 
 if TYPE_CHECKING:
@@ -44,7 +44,8 @@ class Request:
     """One prompt and its samples. ``unforked`` samples will branch off the first when the prompt is computed.
 
     ``layout`` says how its tokens fall into pages.
-    ``keep``, if given, takes the ended sequence over with its pages (a session's turn). ``error`` ended it, if any.
+    ``keep``, if given, takes the ended sequence over with its pages (a session's turn), and may change the news of it.
+    ``error`` ended it, if any. ``markers``, token ids and texts, end it where a session's producer is to be asked.
     """
 
     request_id: str
@@ -59,8 +60,9 @@ class Request:
     unforked: int
     sequences: list[Sequence] = field(default_factory=list)
     cached_tokens: int | None = None
-    keep: Callable[[Sequence], None] | None = None
+    keep: Callable[[Sequence, StepOutput], None] | None = None
     error: ValueError | None = None
+    markers: frozenset[int | str] = frozenset()
 
     @cached_property
     def draws_on_device(self) -> bool:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from concurrent.futures import CancelledError, Future
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -9,15 +13,17 @@ import numpy as np
 from octavo.core import interrupts
 from octavo.core.config import SamplingParams
 from octavo.core.interfaces import SparseMethod
-from octavo.core.outputs import Completion
-from octavo.core.requests import new_request
+from octavo.core.outputs import Completion, StepOutput
+from octavo.core.requests import new_request, require_room
+from octavo.core.sequence import Request, SparseSpan
 from octavo.core.sequence import Sequence as TokenSequence
-from octavo.core.sequence import SparseSpan
 from octavo.core.shared_list import SharedList
+from octavo.core.turn import MARKER, Turn
+from octavo.core.workers.producing import Produced, Producer, TurnState, checked, refusal
 
 if TYPE_CHECKING:
     from octavo.core.engine import Engine
-    from octavo.core.prompts import Prompt
+    from octavo.core.prompts import Prompt, ReadPrompt
 
 
 class Session:
@@ -26,12 +32,31 @@ class Session:
     An idle session is parked: its pages are the first to go when others need room, and what is gone is found in the
     prefix cache or computed again at the next turn. So an idle session never blocks anybody, and the tokens of a
     turn never depend on whether its pages survived. One turn at a time; end it with ``close``.
+
+    ``producers`` add to a turn while it is generated: when the model has drawn a marker (a token id) or written one (a
+    text), the function that is registered for it is told of the turn (``TurnState``) and gives text, token ids, or a
+    list of texts and images, which follow the marker; then the model goes on. The turn stays one request, whose stream
+    names what was inserted. Functions run in a thread beside the engine, one after another, and hold up nobody else;
+    what they must not do is to call the engine. A marker that is the last token which ``max_tokens`` allows calls
+    nobody.
+
+    Raises:
+        ValueError: a marker that is no token id or text, or that ends sequences; a producer that cannot be called.
     """
 
-    def __init__(self, engine: Engine, prompt: Prompt, method: SparseMethod | None, salt: str | None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        prompt: Prompt,
+        method: SparseMethod | None,
+        salt: str | None,
+        producers: Mapping[int | str, Producer],
+    ) -> None:
         self._engine = engine
         self._method = method
         self._salt = salt
+        self._producers = checked(producers, engine)
+        self._turn: Turn | None = None
         self._spans: list[SparseSpan] = []
         self._parked: TokenSequence | None = None
         self._busy: str | None = None
@@ -54,9 +79,7 @@ class Session:
         if role is not None:
             prompt = self._render(prompt, role)
         reader = self._engine._prompts
-        tokens, segments = reader.read_segments(prompt, continues=bool(self.tokens) or role is not None)
-        self._layout = self._layout.extended(len(self.tokens), segments)
-        self.tokens = self.tokens + tokens  # a new list: forks share the old one
+        self._extend(reader.read_segments(prompt, continues=bool(self.tokens) or role is not None))
 
     @interrupts.held()
     def submit(self, params: SamplingParams | None = None, *, priority: int = 0) -> str:
@@ -71,12 +94,18 @@ class Session:
         request = new_request(
             engine, self.tokens.copy(), params, None, self._method, priority, self._salt, layout=self._layout
         )
-        request.keep = self._take_back
+        request.keep, request.markers = self._take_back, frozenset(self._producers)
+        self._turn, self._busy = Turn(request), request.request_id
+        self._begin(request)
+        return request.request_id
+
+    def _begin(self, request: Request) -> None:
+        """Enter a turn, or a leg of one, on the pages that are left."""
+        engine = self._engine
         sequence = TokenSequence(request, 0, SharedList(request.prompt), engine._pool, engine._plan)
         if self._method is not None:
             sequence.sparse_spans = [*self._spans, *sequence.sparse_spans]
         engine._enter(request, sequence)
-        self._busy = request.request_id
         parked, self._parked = self._parked, None
         if parked is not None and engine.recorder is not None:
             engine.recorder.continued(sequence, parked)
@@ -84,19 +113,19 @@ class Session:
             sequence.inherit(parked)
             kept = min(sequence.computed, max(0, sequence.reusable_tokens()))  # some token's logits are still wanted
             sequence.truncate(kept)
-            engine._pool.book.touch(np.concatenate([table.held for table in sequence.tables]), priority)
+            engine._pool.book.touch(np.concatenate([table.held for table in sequence.tables]), request.priority)
             if engine._scheduler.run(sequence):
                 request.cached_tokens = sequence.computed
-                return request.request_id
+                return
             sequence.rewind()
         engine._scheduler.add(sequence)
-        return request.request_id
 
     def generate(self, params: SamplingParams | None = None) -> Completion:
         """Run the next turn to its end.
 
         Raises:
-            ValueError: an image of the history could not be encoded.
+            ValueError: an image of the history could not be encoded; what a producer raised, if that is a ValueError,
+                or else with it as its cause.
         """
         request_id = self.submit(params)
         completion = self._engine.finish([request_id])[request_id]
@@ -108,7 +137,7 @@ class Session:
     def fork(self) -> Session:
         """A session with the same history that shares every page; either may go on without the other noticing."""
         self._require_idle()
-        twin = Session(self._engine, "", self._method, self._salt)
+        twin = Session(self._engine, "", self._method, self._salt, self._producers)
         twin.tokens, twin._spans = self.tokens, self._spans.copy()
         twin._messages, twin._rendered = self._messages.copy(), self._rendered
         twin._layout = self._layout
@@ -135,8 +164,11 @@ class Session:
             self._engine.recorder.closed(self._parked)
         self._parked, self._closed = None, True
 
-    def _take_back(self, sequence: TokenSequence) -> None:
-        """A turn has ended: keep its tokens, but for a stop string that was cut from its text."""
+    def _take_back(self, sequence: TokenSequence, output: StepOutput) -> None:
+        """A leg of a turn has ended: keep its tokens, but for a stop string that was cut from its text. If it has ended
+        at a marker, the turn goes on behind what its producer gives."""
+        turn = self._turn
+        assert turn is not None and output.completion is not None
         prompt = len(sequence.request.prompt)
         kept = self._kept_tokens(sequence)
         if self._method is not None:
@@ -146,15 +178,71 @@ class Session:
         while common < min(len(self.tokens), len(sequence.tokens)) and self.tokens[common] == sequence.tokens[common]:
             common += 1
         sequence.truncate(min(sequence.computed, common))
-        self._parked, self._busy = sequence, None
+        self._parked = sequence
         if self._messages and sequence.detokenizer is not None:
-            self._messages.append({"role": "assistant", "content": sequence.detokenizer.text})
             self._rendered += sequence.detokenizer.text
+        turn.end_leg(output.completion)
+        if output.finish_reason == MARKER:
+            output.finish_reason = output.completion = None
+            self._produce(turn, sequence)
+        else:
+            output.completion = self._end(turn, sequence.finish_reason or "", output.completion.error)
+
+    def _produce(self, turn: Turn, sequence: TokenSequence) -> None:
+        """Ask the producer of the marker that has ended a leg."""
+        found = None if sequence.detokenizer is None else sequence.detokenizer.marker
+        marker = sequence.tokens[-1] if found is None else found
+        state = TurnState(self.tokens.copy(), turn.text, marker, len(turn.inserted))
+        producer, reader = self._producers[marker], self._engine._prompts
+
+        def work() -> Produced:
+            items = producer(state)
+            prompt = items if isinstance(items, str | list | tuple) else [] if items is None else [items]
+            return Produced(items, reader.read_segments(prompt, continues=True) if prompt else None)
+
+        self._engine._productions.begin(turn.request.request_id, work, partial(self._resume, turn))
+
+    def _resume(self, turn: Turn, future: Future[Produced]) -> None:
+        """Go on with a turn behind what a producer gave, or end it: it failed, or the turn was aborted."""
+        engine, request = self._engine, turn.request
+        error = None
+        try:
+            items, read = future.result()
+            layout = self._layout if read is None else self._layout.extended(len(self.tokens), read.segments)
+            tokens = self.tokens if read is None else self.tokens + read.tokens
+            params = turn.next_params()
+            require_room(engine, layout, len(tokens), params, request.method)
+        except CancelledError:
+            pass
+        except Exception as failure:  # a producer is the user's: whatever it raises, others go on
+            error = refusal(failure)
+        else:
+            self.tokens, self._layout = tokens, layout
+            turn.inserted.append((turn.generated, items))
+            turn.request = replace(request, prompt=tokens.copy(), params=params, layout=layout, sequences=[])
+            turn.request.cached_tokens = None
+            engine._undelivered.append(StepOutput(request.request_id, 0, [], "", inserted=items))
+            self._begin(turn.request)
+            return
+        completion = self._end(turn, "abort", error)
+        engine._undelivered.append(StepOutput(request.request_id, 0, [], "", "abort", completion))
+
+    def _end(self, turn: Turn, reason: str, error: ValueError | None) -> Completion:
+        """The turn is over."""
+        self._turn = self._busy = None
+        if self._messages:
+            self._messages.append({"role": "assistant", "content": turn.text})
+        return turn.completion(reason, error)
+
+    def _extend(self, read: ReadPrompt) -> None:
+        self._layout = self._layout.extended(len(self.tokens), read.segments)
+        self.tokens = self.tokens + read.tokens  # a new list: forks share the old one
 
     def _kept_tokens(self, sequence: TokenSequence) -> list[int]:
         generated = sequence.tokens[len(sequence.request.prompt) :]
         detokenizer = sequence.detokenizer
-        if detokenizer is None or not detokenizer.stopped or sequence.request.params.include_stop:
+        stopped = detokenizer is not None and detokenizer.stopped and not sequence.request.params.include_stop
+        if detokenizer is None or not (stopped or detokenizer.marker is not None):
             return generated
 
         def decoded(tokens: list[int]) -> str:

@@ -1,11 +1,4 @@
-"""Images in prompts, on real engines, against plain transformers with ``inputs_embeds``.
-
-An image is a ``Picture``: a seed from which the fake encoder draws its embeddings, and how many tokens it has.
-"""
-
-import random
-from dataclasses import dataclass
-from hashlib import blake2b
+"""Images in prompts, on real engines, against plain transformers with ``inputs_embeds``."""
 
 import pytest
 import torch
@@ -16,47 +9,8 @@ from octavo.core import BatchError, CapacityError, Engine, EngineConfig, Samplin
 from octavo.core.memory import prefix_cache
 from octavo.core.prompts import TokenSegment
 
-VOCAB = 128
+from .pictures import VOCAB, A, B, C, FakeEncoder, Picture, ids, text
 
-
-@dataclass(frozen=True)
-class Picture:
-    seed: int
-    tokens: int = 9
-
-
-class FakeEncoder:
-    """Embeddings of width 64, as large as those of words; notes every call."""
-
-    def __init__(self, bidirectional=False, width=64):
-        self.bidirectional = bidirectional
-        self.width = width
-        self.calls = []
-
-    def identity(self, item):
-        return blake2b(repr(item).encode(), digest_size=32).digest()
-
-    def n_tokens(self, item):
-        return item.tokens
-
-    def encode(self, items):
-        self.calls.append(list(items))
-        return torch.stack([self.rows(item) for item in items])
-
-    def rows(self, item):
-        generator = torch.Generator().manual_seed(item.seed)
-        return torch.randn(item.tokens, self.width, generator=generator) / 2
-
-
-def ids(n, seed=0):
-    return random.Random(seed).choices(range(3, VOCAB), k=n)
-
-
-def text(n, seed=0):
-    return TokenSegment("text", ids(n, seed))
-
-
-A, B, C = Picture(1), Picture(2, 13), Picture(3, 4)
 LONG = [text(5), A, text(3, 1), A, B]
 PROMPTS = [LONG, [A, text(4, 2)], [text(17, 3), C], [C, C], [text(11, 4)]]
 

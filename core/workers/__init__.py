@@ -1,0 +1,1 @@
+"""Threads that work beside an engine's own: for what is slow, and needs neither its pages nor its queues."""
