@@ -34,6 +34,9 @@ class EngineConfig:
         memory_fraction: share of the device's free memory for the pool; on a CPU at most 4 GiB.
         max_seqs: sequences that may run at once.
         step_tokens: tokens of one forward pass; may be smaller than ``max_seqs``.
+        encode_tokens: tokens of images that are encoded for one step at most, so that decoding is not held up; None is
+            what the step computes. Where an encoder works beside the engine, tokens of images that it has at work, or
+            that are encoded and not computed yet, at any time; None is ``step_tokens``. One image is always possible.
         max_model_tokens: longest sequence, prompt and output together; None takes the model's own limit.
         prefix_cache: keep idle pages findable by their key.
         layer_groups: layers with a sliding window have block tables of their own, and pages that the window has passed
@@ -68,6 +71,7 @@ class EngineConfig:
     growth_tokens: int | None = None
     max_seqs: int = 256
     step_tokens: int = 8192
+    encode_tokens: int | None = None
     max_model_tokens: int | None = None
     prefix_cache: bool = True
     layer_groups: bool = True
@@ -85,7 +89,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name in ("page_tokens", "max_seqs", "step_tokens"):
             _positive_int(name, getattr(self, name))
-        for name in ("pool_tokens", "growth_tokens", "max_model_tokens"):
+        for name in ("pool_tokens", "growth_tokens", "encode_tokens", "max_model_tokens"):
             _positive_int(name, getattr(self, name), optional=True)
         for name in ("memory_fraction", "base_share"):
             value = getattr(self, name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -115,8 +115,9 @@ class Engine:
             grow=self._grow,
             on_evict=None if self._host is None else self._demote,
         )
-        self._scheduler = Scheduler(self.config, self._pool, self._plan, self._make_findable, self._host)
-        self._items = EncodedItems(encoder, self._model)
+        self._items = EncodedItems(encoder, self._model, self.config.encode_tokens, self.config.step_tokens)
+        publish = self._make_findable
+        self._scheduler = Scheduler(self.config, self._pool, self._plan, publish, self._host, self._items)
         self._runner = StepRunner(
             self._model, self.config, kv, backend, execution, self._pool, self._plan, entries, self._host, self._items
         )
@@ -247,18 +248,21 @@ class Engine:
             if self.watch is not None:
                 self.watch.observe(self)
         finally:
-            self._items.keep(self._scheduler.running)
+            self._items.keep()
             self._stepping.release()
 
     def _schedule(self) -> StepPlan:
-        """Plan a step. Where nobody can compute anything before somebody's producer is done, wait for it."""
-        plan = self._scheduler.schedule()
-        while not (plan.chunks or plan.stranded or self._undelivered) and (busy := self._productions.futures):
+        """Plan a step. Where nobody can compute anything before somebody's image is encoded, or somebody's producer is
+        done, wait for it."""
+        while True:
+            plan = self._scheduler.schedule()
+            self._runner.queue_copies(plan.copies)
+            busy: list[Future[Any]] = [*self._items.futures, *self._productions.futures]
+            if plan.chunks or plan.stranded or self._undelivered or not busy:
+                return plan
             with interrupts.let_through():
                 wait(busy, return_when=FIRST_COMPLETED)
             self._productions.deliver()
-            plan = self._scheduler.schedule()
-        return plan
 
     def _next(self, plan: StepPlan) -> None:
         for sequence in plan.stranded:
@@ -292,7 +296,9 @@ class Engine:
         try:
             for sequence in following:
                 sequence.tokens.append(UNREAD)
-            self._next(self._scheduler.decode(following))
+            plan = self._scheduler.decode(following)
+            self._runner.queue_copies(plan.copies)
+            self._next(plan)
         except BaseException:
             for sequence in following:
                 sequence.tokens.remove_last()
@@ -323,7 +329,6 @@ class Engine:
 
     def _pass(self, plan: StepPlan) -> None:
         """Compute a plan, publish what it filled and take the tokens it yields; news go to ``_undelivered``."""
-        self._runner.queue_copies(plan.copies)
         if not plan.ahead:
             for request, error in self._items.encode(plan.chunks):
                 self._abort(request, error)
@@ -386,7 +391,7 @@ class Engine:
         """
         if request_id in self._requests:
             self._abort(self._requests[request_id])
-            self._items.keep(self._scheduler.running)
+            self._items.keep()
         elif request_id in self._productions:
             self._productions.abort(request_id)
 

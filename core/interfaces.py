@@ -131,6 +131,9 @@ class SegmentEncoder(Protocol):
     methods get instead of the item: pixels that no later write to a file or array changes. ``witness(item) -> bytes``
     is a second digest of what ``identity`` names: where one of the two differs, no cached page is shared.
 
+    One that works beside the engine has ``submit(items) -> list[Future]``, embeddings [N, D] of each. It is called as
+    soon as somebody may need an item, and comes back at once; only requests that hold the item wait for it.
+
     ``bidirectional``: the item's positions see all of it, and not only what is in front of them.
     """
 

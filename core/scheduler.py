@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,6 +17,9 @@ from octavo.core.memory.page_pool import PagePool, Units
 from octavo.core.memory.prefix_cache import Node, PageKey
 from octavo.core.sequence import PrefixMatch, Sequence, match_prefix
 from octavo.core.shared_list import SharedList
+
+if TYPE_CHECKING:
+    from octavo.core.encoding.encoded_items import EncodedItems
 
 
 @dataclass
@@ -69,12 +73,14 @@ class Scheduler:
         plan: LayerPlan,
         publish: Callable[[int, Node, int, int], None],
         host: HostTier | None,
+        items: EncodedItems,
     ) -> None:
         self._config = config
         self._pool = pool
         self._plan = plan
         self._publish = publish
         self._host = host
+        self._items = items
         self._step = 0
         self._computing: dict[PageKey, Sequence] = {}
         self.waiting: list[Sequence] = []
@@ -105,6 +111,10 @@ class Scheduler:
            it for ever; so does one that was preempted in this step. A sequence whose next prefix page is just being
            computed by a running one of no lower priority is passed over: soon it will find that page.
 
+        A sequence is computed as far as its images are encoded, or can be in this step (``EncodedItems.reach``). One
+        that waits for the encoder is passed over, and holds up nobody; where images are encoded beside the engine,
+        those of sequences that cannot run yet are asked for meanwhile.
+
         An image whose tokens see one another is computed in one step. Where it does not fit into what is left of a
         step it waits, and as its sequence was then served least recently, it comes first in the next; a sequence that
         begins with such an image is admitted with the pages of its prefix hit alone.
@@ -114,6 +124,7 @@ class Scheduler:
         """
         self._step += 1
         self._pool.book.clock = self._step
+        self._items.begin()
         if self.recorder is not None:
             self.recorder.stepping(self._step, self._pool.evictions)
         plan = StepPlan()
@@ -125,20 +136,25 @@ class Scheduler:
 
         for sequence in sorted([*self.running, *self.waiting], key=turn):
             left = self._config.step_tokens - plan.tokens
-            if left <= 0:
+            if left <= 0 and not self._items.ahead:
                 break
             if sequence not in waiting:
-                count = sequence.chunk(left)
+                count = self._reached(sequence, sequence.computed, left)
                 if count > 0 and sequence not in plan.preempted:
                     self._serve(sequence, count, plan)
                 continue
-            if not admitting or any(_worth(other) < _worth(sequence) for other in plan.preempted):
+            barred = any(_worth(other) < _worth(sequence) for other in plan.preempted)
+            if (barred or left <= 0 or not admitting) and not self._items.wants(sequence):
                 continue
             match = match_prefix(sequence, self._pool.index, self._plan)
             owner = self._computing.get(match.missing) if match.missing else None
             if owner is not None and owner.request.priority >= sequence.request.priority:
                 continue
-            admitting = self._admit(sequence, match, plan)
+            found = sequence.layout.first_token(len(match.nodes))
+            count = self._reached(sequence, found, left) or self._reached(sequence, found, self._config.step_tokens)
+            if barred or left <= 0 or not admitting or count == 0:
+                continue
+            admitting = self._admit(sequence, match, count, plan)
             if not admitting and not self.running and not plan.chunks:
                 plan.stranded.append(sequence)
         self.running_peak = max(self.running_peak, len(self.running))
@@ -262,15 +278,20 @@ class Scheduler:
                     return
         self._place(sequence, count, plan)
 
-    def _admit(self, sequence: Sequence, match: PrefixMatch, plan: StepPlan) -> bool:
-        """Start a waiting sequence with its prefix hit, or change nothing and say False."""
+    def _reached(self, sequence: Sequence, computed: int, room: int) -> int:
+        """Tokens that a step with ``room`` may compute of a sequence of which ``computed`` are there, as far as its
+        items are."""
+        before, sequence.computed = sequence.computed, computed
+        count = sequence.chunk(max(room, 0))
+        sequence.computed = before
+        return self._items.reach(sequence, computed, computed + count) - computed if count else 0
+
+    def _admit(self, sequence: Sequence, match: PrefixMatch, count: int, plan: StepPlan) -> bool:
+        """Start a waiting sequence with its prefix hit and its next ``count`` tokens, or change nothing and say
+        False."""
         layout = sequence.layout
         hit_pages = len(match.nodes)
         hit_tokens = layout.first_token(hit_pages)
-        sequence.computed = hit_tokens
-        left = self._config.step_tokens - plan.tokens
-        count = sequence.chunk(left) or sequence.chunk(self._config.step_tokens)
-        sequence.computed = 0
         restored = sum(layout.page_entries(page) * self._plan.groups[group].slices for page, group in match.restores)
 
         def fresh_for(count: int) -> int:

@@ -6,6 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -24,9 +25,18 @@ class _Job(NamedTuple):
 class EncodeWorker:
     """Encodes items first come, first served, in one thread, which starts with the first item.
 
-    A batch is as many of the waiting items as fit into ``max_images`` and ``max_tokens``, and at least one. Whether an
-    item's embeddings depend on the batch is the encoder's word to give (``ImageEncoder.batch_images``); the worker
-    splits and never pads.
+    ::
+
+        with EncodeWorker(ImageEncoder(tower, projector)) as worker:
+            engine = Engine(model, tokenizer, config, encoders={"image": worker})
+
+    It is a ``SegmentEncoder`` itself, and an engine that has it goes on while images are encoded: text is decoded
+    meanwhile, and the images of waiting requests are encoded in batches (``EngineConfig.encode_tokens`` says how many
+    ahead). On a GPU it works on a stream of its own from the second batch on.
+
+    A batch is as many of the waiting items, of one number of tokens, as fit into ``max_images`` and ``max_tokens``, and
+    at least one. Whether an item's embeddings depend on the batch is the encoder's word to give
+    (``ImageEncoder.batch_images``); the worker splits and never pads.
 
     Use it in a ``with`` block, which waits for what was submitted, or drops what is still waiting if it is left by an
     exception.
@@ -49,6 +59,12 @@ class EncodeWorker:
         self._max_tokens = max_tokens
         self._waiting: deque[_Job] = deque()
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="octavo-encode")
+        self._stream: torch.cuda.Stream | None = None
+        self.bidirectional = encoder.bidirectional
+        self.identity, self.n_tokens = encoder.identity, encoder.n_tokens
+        for name in ("read", "witness"):  # which an encoder may lack, and then this has none
+            if hasattr(encoder, name):
+                setattr(self, name, getattr(encoder, name))
         self._lock = threading.Lock()  # keeps submit and close apart; the queue needs none
         self._closed = False
 
@@ -68,6 +84,10 @@ class EncodeWorker:
             for _ in jobs:  # one step an item is enough for any batching; a step that finds nothing does nothing
                 self._executor.submit(self._step)
         return [job.future for job in jobs]
+
+    def encode(self, items: Sequence[Any]) -> Tensor:
+        """Embeddings [I, N, D] of items of N tokens each, in the caller's thread."""
+        return self._encoder.encode(items)
 
     def close(self, *, cancel: bool = False) -> None:
         """End the thread, after all that was submitted; ``cancel`` drops what no batch has begun with."""
@@ -116,6 +136,8 @@ class EncodeWorker:
             tokens += self._waiting[0].tokens
             if batch and self._max_tokens is not None and tokens > self._max_tokens:
                 break
+            if batch and self._waiting[0].tokens != batch[0].tokens:
+                break
             job = self._waiting.popleft()
             if job.future.set_running_or_notify_cancel():
                 batch.append(job)
@@ -125,11 +147,14 @@ class EncodeWorker:
 
     def _encode(self, batch: list[_Job]) -> list[Tensor]:
         self.batches += 1
-        embeddings = self._encoder.encode([job.item for job in batch])
-        assert len(embeddings) == len(batch), f"{len(batch)} items were encoded as {len(embeddings)}"
-        rows = [row.clone() for row in embeddings]  # a row of the batch would keep all of it alive
-        if embeddings.is_cuda:
-            torch.cuda.current_stream(embeddings.device).synchronize()
+        stream: AbstractContextManager[Any] = nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+        with torch.no_grad(), stream:  # both are this thread's own affair
+            embeddings = self._encoder.encode([job.item for job in batch])
+            assert len(embeddings) == len(batch), f"{len(batch)} items were encoded as {len(embeddings)}"
+            rows = [row.clone() for row in embeddings]  # a row of the batch would keep all of it alive
+            if embeddings.is_cuda:
+                torch.cuda.current_stream(embeddings.device).synchronize()
+                self._stream = self._stream or torch.cuda.Stream(embeddings.device)  # type: ignore[no-untyped-call]
         return rows
 
     def _resolve(self, batch: list[_Job], rows: list[Tensor]) -> None:

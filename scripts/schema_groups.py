@@ -63,6 +63,7 @@ class EngineSettings:
     growth_tokens: int | None = None
     max_seqs: int = 256
     step_tokens: int = 8192
+    encode_tokens: int | None = None
     max_model_tokens: int | None = None
     prefix_cache: bool = True
     layer_groups: bool = True

@@ -1,8 +1,10 @@
-"""Embeddings of images, from the step that computes an image's first token to the one that computes its last."""
+"""Embeddings of images, from when somebody is about to need them to the step that computes an image's last token."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from itertools import groupby
 
 import torch
@@ -18,20 +20,92 @@ from octavo.core.sequence import Request
 from octavo.core.sequence import Sequence as TokenSequence
 
 
+@dataclass
+class _Held:
+    """An item that somebody needs: being encoded (``future``), encoded (``rows`` [N, D]), or one that cannot be."""
+
+    item: Item
+    users: set[TokenSequence] = field(default_factory=set)
+    future: Future[Tensor] | None = None
+    rows: Tensor | None = None
+    error: ValueError | None = None
+
+
 class EncodedItems:
     """What the steps of an engine need of its encoder's output.
 
-    An item is encoded in the step that computes its first token (or, after a prefix hit that ends inside of it, the
-    first one that is left), and its embeddings are kept until no running sequence is in the middle of it. So a prompt
-    whose images are all found in the prefix cache never asks the encoder, and one that is preempted inside an image
-    asks again. Encoders that are slow can keep more, for several requests, behind ``encode``.
+    An item is encoded when a sequence is about to compute its first token (or, after a prefix hit that ends inside of
+    it, the first one that is left), and its embeddings are held until nobody who asked has tokens of it left. So a
+    prompt whose images are all found in the prefix cache never asks the encoder, and one that is preempted inside an
+    image finds it again. There are two kinds of encoders::
+
+        plain             reach: is there budget?                     encode: of the step's chunks, in its thread
+        with ``submit``   reach: hand it over; is it done?            encode: nothing is left to do
+
+    ``budget_tokens`` of items are encoded a step at most; or, with ``submit``, are being encoded, or held, at any time.
+    Either way somebody's next item never waits for the budget for ever: see ``reach``.
     """
 
-    def __init__(self, encoder: SegmentEncoder | None, model: HFModel) -> None:
+    def __init__(self, encoder: SegmentEncoder | None, model: HFModel, budget_tokens: int | None, ahead: int) -> None:
         self._encoder = encoder
+        self._submit = getattr(encoder, "submit", None)
         self._width = model.embedding_width() if encoder is not None else 0
         self._device = model.device
-        self._embeddings: dict[Tags, Tensor] = {}
+        self._budget = budget_tokens if self._submit is None else budget_tokens or ahead
+        self._held: dict[Tags, _Held] = {}
+        self._first: TokenSequence | None = None
+        self._asked: dict[Tags, int] = {}
+
+    @property
+    def ahead(self) -> bool:
+        """Whether items are encoded beside the engine, and so are worth asking for early."""
+        return self._submit is not None
+
+    @property
+    def futures(self) -> list[Future[Tensor]]:
+        """What is being encoded."""
+        return [held.future for held in self._held.values() if held.future is not None and not held.future.done()]
+
+    @property
+    def held_tokens(self) -> int:
+        """Tokens of items that are encoded, or being encoded, and still needed."""
+        return sum(held.item.tokens for held in self._held.values())
+
+    def begin(self) -> None:
+        """A new step is planned: whoever asks first is first, and a plain encoder's budget is whole again."""
+        self._first = None
+        self._asked.clear()
+
+    def reach(self, sequence: TokenSequence, start: int, stop: int) -> int:
+        """How far of its tokens ``start`` to ``stop`` a sequence can be computed in the step that is planned: ``stop``;
+        the first token of an item that the budget has no room for; ``start`` while an item is being encoded, as a step
+        for the few tokens in front of it would cost more than it brings.
+
+        Who asks first in a plan may exceed the budget by an item, if it holds none that it waits for. So whoever is
+        next always gets on, however small the budget.
+        """
+        if self._encoder is None:
+            return stop
+        spans = sequence.layout.items(start, stop)
+        if spans and self._first is None:
+            self._first = sequence
+        waits = False
+        for number, span in enumerate(spans):
+            name = span.item.name
+            if name not in self._held and name not in self._asked:
+                if not self._has_room(span.item) and (number or self._first is not sequence):
+                    return start if waits else max(start, span.start)
+                self._ask(span.item)
+            if (held := self._held.get(name)) is not None:
+                held.users.add(sequence)
+                waits |= not self._settled(held)
+        return start if waits else stop
+
+    def wants(self, sequence: TokenSequence) -> bool:
+        """Whether it is worth looking what a sequence that cannot run yet needs."""
+        if self._submit is None or sequence.layout.uniform or self.held_tokens >= (self._budget or 0):
+            return False
+        return any(span.item.name not in self._held for span in sequence.layout.items(0, sequence.goal))
 
     def encode(self, chunks: Sequence[Chunk]) -> list[tuple[Request, ValueError]]:
         """Encode what the chunks need and is not there, equal items once, items of as many tokens in one call.
@@ -40,18 +114,20 @@ class EncodedItems:
         """
         if self._encoder is None:
             return []
-        needed = [(c.sequence.request, item) for c in chunks for item, *_ in c.sequence.layout.items(c.start, c.end)]
-        missing = {item.name: item for _, item in needed if item.name not in self._embeddings}
-        errors: dict[Tags, ValueError] = {}
-        for _, group in groupby(sorted(missing.values(), key=_tokens), _tokens):
-            errors |= self._encode_group(list(group))
-        failed = {request.request_id: (request, errors[item.name]) for request, item in needed if item.name in errors}
+        needed = [(c.sequence, item) for c in chunks for item, *_ in c.sequence.layout.items(c.start, c.end)]
+        for sequence, item in needed:
+            self._held.setdefault(item.name, _Held(item)).users.add(sequence)
+        missing = [held for held in self._held.values() if held.rows is None and held.error is None and not held.future]
+        for _, group in groupby(sorted(missing, key=_tokens), _tokens):
+            self._encode_group(list(group))
+        errors = {name: held.error for name, held in self._held.items() if held.error is not None}
+        failed = {s.request.request_id: (s.request, errors[item.name]) for s, item in needed if item.name in errors}
         return list(failed.values())
 
     def placed(self, chunks: Sequence[Chunk]) -> tuple[Tensor, Tensor] | None:
         """Where among the chunks' tokens, packed in one row, items stand: indices int64 [E], and the embeddings [E, D]
         of those tokens; None if there are none. Precondition: ``encode`` has been called for these chunks."""
-        if not self._embeddings:  # a step of text pays nothing
+        if not self._held:  # a step of text pays nothing
             return None
         at: list[Tensor] = []
         rows: list[Tensor] = []
@@ -60,14 +136,16 @@ class EncodedItems:
             for item, start, end in chunk.sequence.layout.items(chunk.start, chunk.end):
                 begin, stop = max(start, chunk.start), min(end, chunk.end)
                 at.append(torch.arange(begin, stop) - chunk.start + first)
-                rows.append(self._embeddings[item.name][begin - start : stop - start])
+                embeddings = self._held[item.name].rows
+                assert embeddings is not None, f"tokens {begin} to {stop} are computed without their embeddings"
+                rows.append(embeddings[begin - start : stop - start])
             first += chunk.count
         return (torch.cat(at).to(self._device), torch.cat(rows)) if rows else None
 
     def spans(self, chunks: Sequence[Chunk]) -> Tensor | None:
         """Bidirectional spans of the chunks' tokens, packed in one row: ``q_span`` int32 [T, 2] of ``ops.prefill``, or
         None if there are none."""
-        if not self._embeddings:
+        if not self._held:
             return None
         found: list[tuple[int, int, int, int]] = []
         first = 0
@@ -84,36 +162,68 @@ class EncodedItems:
             spans[begin:stop] = torch.tensor([start, end], dtype=torch.int32)
         return spans.to(self._device)
 
-    def keep(self, running: Iterable[TokenSequence]) -> None:
-        """Let go of all but what sequences are in the middle of."""
-        if self._embeddings:
-            names = self._begun(running)
-            self._embeddings = {name: rows for name, rows in self._embeddings.items() if name in names}
+    def keep(self) -> None:
+        """Let go of what nobody needs any more: who asked has computed it, or has ended."""
+        for name, held in list(self._held.items()):
+            held.users = {sequence for sequence in held.users if _needs(sequence, name)}
+            if not held.users:
+                if held.future is not None:
+                    held.future.cancel()
+                del self._held[name]
 
-    def check(self, running: Iterable[TokenSequence]) -> None:
-        stale = self._embeddings.keys() - self._begun(running)
+    def check(self) -> None:
+        stale = [name for name, held in self._held.items() if not any(_needs(user, name) for user in held.users)]
         if stale:
-            raise AssertionError(f"embeddings of {len(stale)} items are kept, and no running sequence is inside them")
+            raise AssertionError(f"embeddings of {len(stale)} items are kept, and nobody who asked needs them")
 
-    def _begun(self, running: Iterable[TokenSequence]) -> set[Tags]:
-        at = ((sequence, sequence.computed) for sequence in running)
-        spans = (
-            span for sequence, token in at for span in sequence.layout.items(token, token + 1) if token > span.start
-        )
-        return {span.item.name for span in spans}
+    def _has_room(self, item: Item) -> bool:
+        if self._budget is None:
+            return True
+        used = self.held_tokens if self.ahead else sum(self._asked.values())
+        return used + item.tokens <= self._budget
 
-    def _encode_group(self, items: list[Item]) -> dict[Tags, ValueError]:
+    def _ask(self, item: Item) -> None:
+        if self._submit is None:
+            self._asked[item.name] = item.tokens
+            return
+        held = self._held[item.name] = _Held(item)
         try:
-            self._embeddings |= {i.name: rows for i, rows in zip(items, self._encoded(items), strict=True)}
+            (held.future,) = self._submit([item.value])
+        except Exception as error:  # a worker is the user's, too
+            held.error = _refusal(item, error)
+
+    def _settled(self, held: _Held) -> bool:
+        """Whether it is known what became of an item; takes over what is done."""
+        if held.future is not None and held.future.done():
+            try:
+                self._take(held, held.future.result())
+            except BaseException as error:  # also what is no Exception: it was raised in another thread, for this item
+                held.error = _refusal(held.item, error)
+            held.future = None
+        return held.future is None
+
+    def _take(self, held: _Held, rows: Tensor) -> None:
+        item, wanted = held.item, (held.item.tokens, self._width)
+        shape = tuple(rows.shape) if isinstance(rows, Tensor) else type(rows).__name__
+        if shape != wanted:
+            raise ValueError(
+                f"the {item.kind} encoder gave embeddings of {shape}, and {wanted} were due: tokens by n_tokens, and "
+                "the width of the language model"
+            )
+        if rows.is_cuda:  # they were made on another stream, which must not have their memory back too early
+            rows.record_stream(torch.cuda.current_stream(rows.device))
+        held.rows = rows.to(self._device)
+
+    def _encode_group(self, group: list[_Held]) -> None:
+        try:
+            for held, rows in zip(group, self._encoded([held.item for held in group]), strict=True):
+                held.rows = rows
         except Exception as error:  # an encoder is the user's: whatever it raises, others go on
-            if len(items) > 1:
-                return {name: alone for item in items for name, alone in self._encode_group([item]).items()}
-            if isinstance(error, ValueError):
-                return {items[0].name: error}
-            refusal = ValueError(f"the {items[0].kind} encoder failed: {error!r}")
-            refusal.__cause__ = error
-            return {items[0].name: refusal}
-        return {}
+            if len(group) == 1:
+                group[0].error = _refusal(group[0].item, error)
+                return
+            for held in group:
+                self._encode_group([held])
 
     def _encoded(self, items: list[Item]) -> Sequence[Tensor]:
         """Embeddings [N, D] of items of N tokens each."""
@@ -131,5 +241,20 @@ class EncodedItems:
         return embeddings.to(self._device).unbind()
 
 
-def _tokens(item: Item) -> int:
-    return item.tokens
+def _tokens(held: _Held) -> int:
+    return held.item.tokens
+
+
+def _needs(sequence: TokenSequence, name: Tags) -> bool:
+    """Whether a sequence lives and has tokens of an item left to compute."""
+    if sequence.finish_reason is not None:
+        return False
+    return any(span.item.name == name for span in sequence.layout.items(sequence.computed, sequence.goal))
+
+
+def _refusal(item: Item, error: BaseException) -> ValueError:
+    if isinstance(error, ValueError):
+        return error
+    refusal = ValueError(f"the {item.kind} encoder failed: {error!r}")
+    refusal.__cause__ = error
+    return refusal

@@ -17,7 +17,7 @@ def check_engine(engine: Engine) -> None:
     if engine._host is not None:
         engine._host.check()
     scheduler.check()
-    engine._items.check(scheduler.running)
+    engine._items.check()
     holders = [*scheduler.running, *scheduler.parked]
     check_tables((table for sequence in holders for table in sequence.tables), pool)
     live = {s for request in engine._requests.values() for s in request.sequences if s.finish_reason is None}

@@ -110,7 +110,7 @@ def answers(engine, drain, prompts, **more):
 def preempt(engine, sequence):
     """As the scheduler does while it plans: the engine lets go of embeddings when the step ends."""
     engine._scheduler.preempt(sequence)
-    engine._items.keep(engine._scheduler.running)
+    engine._items.keep()
     engine.check()
 
 
@@ -262,7 +262,7 @@ class TestEncoder:
         engine = served(t_model, encoder)
         answers(engine, drain, [[A, text(2)], [text(3), A], [text(3, 7), Picture(5), C], [text(4)]])
         assert encoder.calls == [[C], [A, Picture(5)]]  # as many calls as there are lengths
-        assert not engine._items._embeddings
+        assert not engine._items._held
 
     def test_is_not_asked_by_a_step_of_text(self, t_model, served):
         engine = served(t_model, step_tokens=5)
@@ -277,7 +277,7 @@ class TestEncoder:
         engine = served(t_model, encoder, step_tokens=5)
         engine.submit([Picture(5, 12)], params(1))
         kept = []
-        drain(engine, lambda drained: kept.append(len(engine._items._embeddings)))
+        drain(engine, lambda drained: kept.append(len(engine._items._held)))
         assert kept == [1, 1, 0] and len(encoder.calls) == 1
 
     def test_reads_once(self, t_model, served, expected):
@@ -317,7 +317,7 @@ class TestRequests:
                 engine.check()
             engine.abort(name)
             engine.check()
-            assert not engine._items._embeddings
+            assert not engine._items._held
             assert engine.step()[-1].completion.samples[0].finish_reason == "abort"
             assert_nothing_held(engine)
 

@@ -74,7 +74,7 @@ def test_every_item_gets_its_own_result_whatever_the_batches(items, bad, max_ima
     assert worker.failed == sum(item in bad for item in items) and worker.encoded + worker.failed == len(items)
     assert worker.batches == len(encoder.batches)
     for batch in encoder.batches:
-        assert len(batch) <= max_images
+        assert len(batch) <= max_images and len(set(map(encoder.n_tokens, batch))) == 1
         assert max_tokens is None or len(batch) == 1 or sum(map(encoder.n_tokens, batch)) <= max_tokens
 
 
@@ -177,6 +177,7 @@ from octavo.multimodal.encode_worker import EncodeWorker
 assert threading.active_count() == 1
 import torch
 class Encoder:
+    bidirectional, identity = False, bytes
     n_tokens = staticmethod(lambda item: 1)
     encode = staticmethod(lambda items: torch.zeros(len(items), 1, 1))
 worker = EncodeWorker(Encoder())
@@ -220,3 +221,54 @@ def test_budgets_of_nothing(limits):
     ((name, value),) = limits.items()
     with pytest.raises(ValueError, match=f"{name} must be at least 1, got {value}"):
         EncodeWorker(Numbers(), **limits)
+
+
+class Pictured(Numbers):
+    """An encoder that can do all that one can."""
+
+    bidirectional = True
+
+    def identity(self, item):
+        return bytes([item] * 32)
+
+    def read(self, item):
+        return item + 1
+
+    def witness(self, item):
+        return b"w"
+
+
+def test_it_is_an_encoder_itself():
+    with EncodeWorker(Pictured()) as worker:
+        assert worker.bidirectional and worker.n_tokens(5) == 2 and worker.identity(1) == bytes([1] * 32)
+        assert worker.read(3) == 4 and worker.witness(3) == b"w"
+        assert worker.encode([4]).tolist() == [[[4], [5]]]
+    plain = EncodeWorker(Numbers())
+    assert not plain.bidirectional and not hasattr(plain, "read") and not hasattr(plain, "witness")
+
+
+def test_nothing_is_recorded_for_gradients():
+    weight = torch.ones(1, requires_grad=True)
+    encoder = Numbers()
+    encoder.encode = lambda items: torch.ones(len(items), 2, 1) * weight
+    with EncodeWorker(encoder) as worker:
+        assert not worker.submit([1])[0].result(10).requires_grad
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_it_works_beside_the_other_stream():
+    """From the second batch on, which need not wait for what the other stream has queued."""
+    weight = torch.randn(64, 64, device="cuda")
+
+    class OnDevice(Numbers):
+        def encode(self, items):
+            self.streams = [*getattr(self, "streams", []), torch.cuda.current_stream()]
+            return torch.stack([weight * item for item in items])
+
+    encoder = OnDevice()
+    with EncodeWorker(encoder) as worker:
+        for item in (1, 2, 3):
+            torch.cuda._sleep(1_000_000)
+            (rows,) = worker.submit([item])
+            assert torch.equal(rows.result(30), weight * item)
+    assert encoder.streams[0] != encoder.streams[1] == encoder.streams[2]
