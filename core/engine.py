@@ -257,11 +257,14 @@ class Engine:
         while True:
             plan = self._scheduler.schedule()
             self._runner.queue_copies(plan.copies)
-            busy: list[Future[Any]] = [*self._items.futures, *self._productions.futures]
-            if plan.chunks or plan.stranded or self._undelivered or not busy:
+            if plan.chunks or plan.stranded or self._undelivered:
                 return plan
-            with interrupts.let_through():
-                wait(busy, return_when=FIRST_COMPLETED)
+            if not self._items.settle():  # or some image was finished in the meantime
+                busy: list[Future[Any]] = [*self._items.futures, *self._productions.futures]
+                if not busy:
+                    return plan
+                with interrupts.let_through():
+                    wait(busy, return_when=FIRST_COMPLETED)
             self._productions.deliver()
 
     def _next(self, plan: StepPlan) -> None:

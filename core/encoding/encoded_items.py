@@ -63,8 +63,8 @@ class EncodedItems:
 
     @property
     def futures(self) -> list[Future[Tensor]]:
-        """What is being encoded."""
-        return [held.future for held in self._held.values() if held.future is not None and not held.future.done()]
+        """What was being encoded when last somebody looked."""
+        return [held.future for held in self._held.values() if held.future is not None]
 
     @property
     def held_tokens(self) -> int:
@@ -100,6 +100,10 @@ class EncodedItems:
                 held.users.add(sequence)
                 waits |= not self._settled(held)
         return start if waits else stop
+
+    def settle(self) -> bool:
+        """Take over what is done by now; whether there was anything."""
+        return sum(held.future is not None and self._settled(held) for held in self._held.values()) > 0
 
     def wants(self, sequence: TokenSequence) -> bool:
         """Whether it is worth looking what a sequence that cannot run yet needs."""

@@ -174,6 +174,21 @@ class TestNobodyWaitsForAnothersImage:
         assert engine.finish([name])[name].samples[0].token_ids == wanted(t_model, [text(2), A])
         thread.join()
 
+    def test_an_image_that_is_done_just_when_nobody_else_has_work(self, t_model, served, wanted):
+        """Between the look at the image and the look at who else is at work."""
+        encoder = Beside()
+        engine = served(t_model, encoder)
+        name = engine.submit([text(2), A], params())
+        schedule = engine._scheduler.schedule
+
+        def late():
+            plan = schedule()
+            encoder.finish()
+            return plan
+
+        engine._scheduler.schedule = late
+        assert engine.finish([name])[name].samples[0].token_ids == wanted(t_model, [text(2), A])
+
 
 class TestBudget:
     def test_images_of_waiting_requests_are_encoded_ahead(self, t_model, served, drain):
