@@ -3,36 +3,14 @@ uninterrupted run. Through a real encoder of images, in the engine's thread and 
 
 import numpy as np
 import pytest
-import torch
-from torch import nn
 
 from octavo.core import Engine, EngineConfig, SamplingParams, TokenSegment
-from octavo.multimodal import EncodeWorker, ImageEncoder, MlpConfig
+from octavo.multimodal import EncodeWorker
+
+from .patch_tower import patch_encoder
 
 HIDDEN = 64
 GRID = (2, 3)
-
-
-class Tower(nn.Module):
-    """A patch of 8 x 8 pixels becomes one token: its pixels through one matrix. Images of 16 x 24 are 6 tokens."""
-
-    width, grid, n_tokens, policy = 32, GRID, GRID[0] * GRID[1], None
-    settings, preprocessing = "patches of 8", "none, 16 x 24"
-
-    def __init__(self):
-        super().__init__()
-        self.patch = nn.Linear(3 * 8 * 8, self.width)
-
-    def check(self, image):
-        assert image.pixels.shape == (16, 24, 3)
-
-    def preprocess(self, images):
-        pixels = torch.stack([torch.tensor(image.pixels) for image in images]).float() / 255
-        cells = pixels.reshape(len(images), 2, 8, 3, 8, 3).transpose(2, 3)
-        return cells.reshape(len(images), 6, 192)
-
-    def forward(self, pixels):
-        return self.patch(pixels)
 
 
 def picture(seed):
@@ -76,13 +54,7 @@ def params(**more):
 @pytest.fixture(scope="module")
 def encoders():
     """By whether images see themselves whole; weights are the same."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        tower, projector = Tower(), MlpConfig().build(Tower.width, HIDDEN, GRID)
-        with torch.no_grad():
-            for parameter in [*tower.parameters(), *projector.parameters()]:
-                parameter.mul_(4)
-    return {both_ways: ImageEncoder(tower, projector, bidirectional=both_ways) for both_ways in (False, True)}
+    return {both_ways: patch_encoder(GRID, HIDDEN, bidirectional=both_ways) for both_ways in (False, True)}
 
 
 @pytest.fixture(params=["t_model", "g_model"])
