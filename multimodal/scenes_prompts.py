@@ -49,14 +49,18 @@ def question_part(question: str) -> str:
 
 def varied_parts(rng: Random, question: str, images: int) -> Parts:
     """The same with remarks here and there, and now and then with the question in front."""
-    parts: Parts = []
-    asked = f"question : {question}"
     first = rng.random() < PARAPHRASE
-    parts += [asked] * first
+    shown = remarked_images(rng, images)
+    return [f"question : {question}", *shown, "answer :"] if first else [*shown, question_part(question)]
+
+
+def remarked_images(rng: Random, images: int) -> Parts:
+    """The images, numbered, with remarks here and there; a single one is not always called image 1."""
+    parts: Parts = []
     for image in range(images):
         if rng.random() < PARAPHRASE:
             parts += [rng.choice(REMARKS) for _ in range(rng.randint(1, 2))]
         if images > 1 or rng.random() < 0.5:
             parts.append(f"image {image + 1} :")
         parts.append(image)
-    return [*parts, "answer :" if first else question_part(question)]
+    return parts

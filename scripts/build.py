@@ -23,7 +23,7 @@ from octavo.scripts.schema import Config, EngineSettings, ModelSettings, Samplin
 if TYPE_CHECKING:
     from octavo.core import Engine, EngineConfig, SamplingParams
     from octavo.core.costs import DecodeCost
-    from octavo.core.interfaces import SparseMethod
+    from octavo.core.interfaces import SegmentEncoder, SparseMethod
 
 DENSE = "dense"
 DTYPES = {"auto": "auto", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
@@ -86,7 +86,9 @@ def load_model(settings: ModelSettings) -> tuple[Any, Any]:
         raise ConfigError(f"model.path={settings.path}: {error}") from error
 
 
-def engine(config: Config, model: Any, tokenizer: Any) -> Engine:
+def engine(
+    config: Config, model: Any, tokenizer: Any, *, encoders: Mapping[str, SegmentEncoder] | None = None
+) -> Engine:
     """The engine of a run.
 
     Raises:
@@ -95,7 +97,7 @@ def engine(config: Config, model: Any, tokenizer: Any) -> Engine:
     from octavo.core import Engine
 
     try:
-        return Engine(model, tokenizer, engine_config(config.engine))
+        return Engine(model, tokenizer, engine_config(config.engine), encoders=encoders)
     except ConfigError:
         raise
     except ValueError as error:

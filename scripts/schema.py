@@ -1,8 +1,8 @@
 """Types of every configuration key. Hydra checks each value against them while it composes; see ``configs/``.
 
 Groups that several experiments have are in ``schema_groups``, the experiments on memory in ``schema_memory``, those on
-speed in ``schema_serving``, those on quality in ``schema_quality``, those on decode steps and on kernels in
-``schema_decode`` and ``schema_kernels``.
+speed in ``schema_serving``, those on quality in ``schema_quality``, those on text and images in ``schema_multimodal``,
+those on decode steps and on kernels in ``schema_decode`` and ``schema_kernels``.
 
 An experiment has its own subclass of ``Config``, so that a key which an experiment would ignore does not exist there.
 Ranges are checked when a typed object is made, as far as that needs no heavy import; the engine and the samplers check
@@ -40,6 +40,7 @@ from octavo.scripts.schema_memory import (
     PageSize,
     Sharing,
 )
+from octavo.scripts.schema_multimodal import PageRatio
 from octavo.scripts.schema_quality import Calibrate, MultiTurn, Perplexity, Ruler
 from octavo.scripts.schema_serving import Latency, Throughput
 
@@ -59,6 +60,7 @@ __all__ = [
     "Latency",
     "ModelSettings",
     "MultiTurn",
+    "PageRatio",
     "PageSize",
     "Perplexity",
     "Ruler",
@@ -135,6 +137,7 @@ EXPERIMENTS: dict[str, type[Config]] = {
     "latency": Latency,
     "layer_groups": LayerGroups,
     "multi_turn": MultiTurn,
+    "page_ratio": PageRatio,
     "page_size": PageSize,
     "perplexity": Perplexity,
     "ruler": Ruler,

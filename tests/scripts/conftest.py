@@ -78,6 +78,23 @@ def windowed_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 
 @pytest.fixture(scope="session")
+def tiny_demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A demo model with random weights: 16 tokens an image, 2 layers, 4 query and 2 KV heads, head size 16."""
+    from octavo.multimodal.demo_model import DemoConfig, DemoModel, save_demo
+
+    shape = DemoConfig(
+        patch=24, tower_width=64, tower_layers=1, hidden=64, inner=128, layers=2, heads=4, kv_heads=2, max_tokens=1024
+    )
+    try:
+        model = DemoModel(shape)
+    except ImportError as error:
+        pytest.skip(str(error))
+    folder = tmp_path_factory.mktemp("demo") / "model"
+    save_demo(folder, model, "random weights\n")
+    return folder
+
+
+@pytest.fixture(scope="session")
 def items_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Five items of some 200 bytes; the in-file code of the last is longer than that of the others."""
     from octavo.scripts.tasks.items import CodeItem, dump_items, prompt_text, sha256

@@ -1,0 +1,72 @@
+"""Types of the experiments on prompts of text and images."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from octavo.scripts.refusal import ConfigError, at_least, each_at_least, each_once
+from octavo.scripts.schema_groups import EngineSettings, ModelSettings, WithPageMap
+
+LLAVA_TOKENS = 576
+ROWS = "rows"
+
+
+@dataclass
+class VisionModelSettings(ModelSettings):
+    """path: a folder of ``train_demo``, or a LLaVA checkpoint in Hugging Face's layout; null is the demo model that
+    comes with octavo. dtype: "auto" is fp32 on a CPU, bf16 or the checkpoint's own elsewhere."""
+
+    path: str | None = None  # type: ignore[assignment]
+
+
+@dataclass
+class PageRatio(WithPageMap):
+    """images: sizes to try, in tokens of an image; 576 is LLaVA's 24 x 24, on a small model with random weights, and
+    any other must be that of ``model``. policies: of image pages, a ratio to the text page, or "rows", one page a row
+    of patches; "1" is what others are compared with. requests: prompts; a second question about the images of each
+    comes after it. images_a_prompt: all different. new_tokens: of an answer. repeats: rounds in which all policies take
+    turns, one with a limit."""
+
+    model: VisionModelSettings = field(default_factory=VisionModelSettings)
+    images: list[int] = field(default_factory=lambda: [144, LLAVA_TOKENS])
+    policies: list[str] = field(default_factory=lambda: ["0.5", "0.75", "1", "1.5", "2", "3", "4", ROWS])
+    requests: int = 8
+    images_a_prompt: int = 4
+    new_tokens: int = 8
+    repeats: int = 3
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for key in ("requests", "new_tokens", "repeats"):
+            at_least(key, getattr(self, key), 1)
+        if not 2 <= self.images_a_prompt <= 8:
+            raise ConfigError(
+                f"images_a_prompt={self.images_a_prompt}: must be 2 to 8, as questions about several have"
+            )
+        for key in ("images", "policies"):
+            each_once(key, getattr(self, key))
+            if not getattr(self, key):
+                raise ConfigError(f"{key} is empty; give at least one")
+        each_at_least("images", self.images, 1)
+        if "1" not in self.policies:
+            raise ConfigError(f"policies={self.policies}: others are compared with ratio 1; add 1")
+        for policy in self.policies:
+            if policy != ROWS:
+                _ratio(policy, self.engine)
+        for key in ("page_policies", "pool_tokens", "prefix_cache"):
+            given = getattr(self.engine, key)
+            if given != getattr(EngineSettings(), key):
+                raise ConfigError(f"engine.{key}={given}: this experiment sets it itself, as in policies=[1,1.5]")
+
+
+def _ratio(policy: str, engine: EngineSettings) -> None:
+    """Raises ConfigError unless a policy is a ratio that gives a page of whole tokens."""
+    try:
+        tokens = float(policy) * engine.page_tokens
+    except ValueError:
+        raise ConfigError(f"policies={policy}: neither a ratio, as 1.5, nor {ROWS}") from None
+    if not 1 <= tokens < 1 << 20 or tokens != int(tokens):
+        raise ConfigError(
+            f"policies={policy}: {policy} times a text page of engine.page_tokens={engine.page_tokens} is "
+            f"{tokens:g} tokens; give a ratio that makes a whole number of them"
+        )
