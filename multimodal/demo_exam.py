@@ -36,6 +36,8 @@ PHOTOGRAPHS = {
 }
 """Name -> package that ships it, and where."""
 
+PHOTOGRAPH_TASKS = ("colour", "shape", "count", "digit", "exists")
+
 DIMMED = 0.35
 """Photographs are darkened to this, so that nothing in them is as bright as a thing."""
 
@@ -50,10 +52,21 @@ class Shared(NamedTuple):
     query_tokens: int
 
 
+def engine_answers(engine: Engine, questions: Sequence[Question], images: Sequence[Sequence[Any]]) -> list[str]:
+    """What the engine answers to each question about its ``images``, greedily."""
+    prompts = [demo_prompt(shown, q.question) for q, shown in zip(questions, images, strict=True)]
+    completions = engine.generate(prompts, SamplingParams(max_tokens=LONGEST_ANSWER))
+    return [completion.samples[0].text.strip() for completion in completions]
+
+
+def exam_images(questions: Sequence[Question], shown: str) -> list[list[np.ndarray]]:
+    """The images that each question is asked about, uint8 [SIDE, SIDE, 3]; ``shown`` as in ``demo_training.SHOWN``."""
+    return [_shown(questions, number, shown) for number in range(len(questions))]
+
+
 def engine_accuracy(engine: Engine, questions: Sequence[Question], shown: str = "right") -> float:
-    """Share of ``questions`` that the engine answers in full, greedily. ``shown`` as in ``demo_training.SHOWN``."""
-    images = [_shown(questions, number, shown) for number in range(len(questions))]
-    return _accuracy(engine, questions, images)
+    """Share of ``questions`` that the engine answers in full. ``shown`` as in ``demo_training.SHOWN``."""
+    return _accuracy(engine, questions, exam_images(questions, shown))
 
 
 def engine_exams(engine: Engine, seed: int, size: int, shown: str = "right") -> dict[str, float]:
@@ -93,22 +106,24 @@ def photographs() -> dict[str, np.ndarray]:
 
 
 def photograph_accuracy(
-    engine: Engine, seed: int, size: int, tasks: Sequence[str] = ("colour", "shape", "count", "digit", "exists")
+    engine: Engine, seed: int, size: int, tasks: Sequence[str] = PHOTOGRAPH_TASKS
 ) -> dict[str, float]:
     """Accuracy by task where scenes lie on photographs, of which training has seen none; empty if there is none. What a
     photograph itself shows, the model has no words for."""
-    backdrops = [*photographs().values()]
-    if not backdrops:
-        return {}
     found = {}
-    for task in tasks:
+    for task in tasks if photographs() else ():
         questions = exam_questions(task, seed, size)
-        images = [
-            [on_photograph(question.scenes[0], backdrops[number % len(backdrops)])]
-            for number, question in enumerate(questions)
-        ]
-        found[task] = _accuracy(engine, questions, images)
+        found[task] = _accuracy(engine, questions, photograph_images(questions))
     return found
+
+
+def photograph_images(questions: Sequence[Question]) -> list[list[np.ndarray]]:
+    """The scene of each question, which has one, on the photographs that there are, in turn. There must be one."""
+    backdrops = [*photographs().values()]
+    return [
+        [on_photograph(question.scenes[0], backdrops[number % len(backdrops)])]
+        for number, question in enumerate(questions)
+    ]
 
 
 def on_photograph(scene: Scene, photograph: np.ndarray) -> np.ndarray:
@@ -128,7 +143,5 @@ def _shown(questions: Sequence[Question], number: int, shown: str) -> list[np.nd
 
 
 def _accuracy(engine: Engine, questions: Sequence[Question], images: Sequence[Sequence[Any]]) -> float:
-    prompts = [demo_prompt(shown, q.question) for q, shown in zip(questions, images, strict=True)]
-    completions = engine.generate(prompts, SamplingParams(max_tokens=LONGEST_ANSWER))
-    texts = [completion.samples[0].text.strip() for completion in completions]
-    return sum(text == question.answer for text, question in zip(texts, questions, strict=True)) / len(questions)
+    answers = engine_answers(engine, questions, images)
+    return sum(text == question.answer for text, question in zip(answers, questions, strict=True)) / len(questions)

@@ -40,6 +40,9 @@ HEADINGS = {
     "length": "length",
     "accuracy": "accuracy",
     "accuracy_vs_dense": "vs dense",
+    "blank_accuracy": "blank images",
+    "wrong_accuracy": "wrong images",
+    "hit_tokens": "tokens found",
     "same_tokens_percent": "dense turn as dense %",
     "margin_nats_max": "margin, nats",
     "kept_percent": "kept %",
@@ -165,6 +168,7 @@ def publish(
     notes: Sequence[str] = (),
     maps: Sequence[tuple[str, PageWatch | None]] = (),
     tables: Sequence[Shown] = (),
+    sections: Sequence[str] = (),
 ) -> None:
     """End a run: final metrics, plots, report, tracked results, and the table on the terminal.
 
@@ -172,10 +176,11 @@ def publish(
         notes: what a reader must know to read the table, one sentence each.
         maps: page maps, each as what it shows and the watch that saw it; None is no map.
         tables: what a reader looks at first, where one table of all rows is not it.
+        sections: HTML of an experiment's own, behind tables and notes.
     """
     tables = tables or [(rows, main_columns(rows))]
     files = {name: run.save_plot(name, figure) for name, figure in plots.items()}
-    run.write("report.html", page(run, config, rows, notes, maps, tables))
+    run.write("report.html", page(run, config, rows, notes, maps, tables, sections))
     run.tracker.log_results(rows, files)
     run.write_rows(rows, complete=True)
     for own, keys in tables:
@@ -215,6 +220,7 @@ def page(
     notes: Sequence[str],
     maps: Sequence[tuple[str, PageWatch | None]],
     tables: Sequence[Shown],
+    sections: Sequence[str] = (),
 ) -> str:
     """The HTML report; images and page maps are inside it."""
     environment = run.environment
@@ -227,7 +233,7 @@ def page(
         f"<!doctype html><html lang=en><meta charset=utf-8><title>{html.escape(title)}</title><style>{STYLE}</style>"
         f"<h1>{html.escape(title)}</h1>"
         f"{''.join(_table(own, keys) for own, keys in tables)}"
-        f"{''.join(f'<p>{html.escape(note)}</p>' for note in notes)}{images}"
+        f"{''.join(f'<p>{html.escape(note)}</p>' for note in notes)}{''.join(sections)}{images}"
         f"{''.join(page_map.section(watch, shows) for shows, watch in maps if watch is not None)}"
         f"<details><summary>All columns</summary>{_table(rows, columns(rows))}</details>"
         f"<h2>Settings</h2><pre>{html.escape(keys_used)}</pre>"

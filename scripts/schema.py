@@ -40,7 +40,7 @@ from octavo.scripts.schema_memory import (
     PageSize,
     Sharing,
 )
-from octavo.scripts.schema_multimodal import PageRatio
+from octavo.scripts.schema_multimodal import Interleaved, PageRatio
 from octavo.scripts.schema_quality import Calibrate, MultiTurn, Perplexity, Ruler
 from octavo.scripts.schema_serving import Latency, Throughput
 
@@ -55,6 +55,7 @@ __all__ = [
     "Elastic",
     "EngineSettings",
     "Generate",
+    "Interleaved",
     "Kernels",
     "Knobs",
     "Latency",
@@ -132,6 +133,7 @@ EXPERIMENTS: dict[str, type[Config]] = {
     "eviction": Eviction,
     "fragmentation": Fragmentation,
     "generate": Generate,
+    "interleaved": Interleaved,
     "kernels": Kernels,
     "knobs": Knobs,
     "latency": Latency,

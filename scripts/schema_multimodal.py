@@ -7,6 +7,10 @@ from dataclasses import dataclass, field
 from octavo.scripts.refusal import ConfigError, at_least, each_at_least, each_once
 from octavo.scripts.schema_groups import EngineSettings, ModelSettings, WithPageMap
 
+DEMO_EXAMS = (
+    "describe", "colour", "shape", "place", "count", "digit", "exists", "relation", "compare", "same",
+    "in image k of 4", "multihop of 4", "needle_digit of 8", "needle_object of 8",
+)  # fmt: skip
 LLAVA_TOKENS = 576
 ROWS = "rows"
 
@@ -17,6 +21,22 @@ class VisionModelSettings(ModelSettings):
     comes with octavo. dtype: "auto" is fp32 on a CPU, bf16 or the checkpoint's own elsewhere."""
 
     path: str | None = None  # type: ignore[assignment]
+
+
+@dataclass
+class Interleaved(WithPageMap):
+    """exams: tasks whose accuracy is measured, of ``octavo.multimodal.demo_data.EXAMS``, each on the right images, on
+    blank ones and on those of another question. questions: of each; also about photographs, and images that are asked
+    about twice. model: it must be a folder of ``train_demo``."""
+
+    model: VisionModelSettings = field(default_factory=VisionModelSettings)
+    exams: list[str] = field(default_factory=lambda: list(DEMO_EXAMS))
+    questions: int = 12
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        each_once("exams", self.exams)
+        at_least("questions", self.questions, 1)
 
 
 @dataclass

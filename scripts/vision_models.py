@@ -33,10 +33,12 @@ def load_vision_model(settings: VisionModelSettings) -> VisionModel:
         ConfigError: no such model is there, its weights do not fit, or open_clip is not installed.
     """
     import torch
+    from transformers.utils import logging
 
     from octavo.multimodal.demo_model import FOLDER, load_demo
     from octavo.multimodal.llava import load_llava
 
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # progress is ours
     folder = FOLDER if settings.path is None else absolute(settings.path)
     dtype = None if settings.dtype == "auto" else getattr(torch, DTYPES[settings.dtype])
     try:
