@@ -234,6 +234,12 @@ class PageView(Protocol):
         """Exact softmax mass of each page, fp32 [b, Hkv, P], mean over the query heads of a group. Reads all of K."""
         ...
 
+    def apart(self, q: Tensor, row: int) -> tuple[Tensor, Tensor]:
+        """Attention of sequence ``row``'s query, of ``q [b, Hq, D]``, to each of its n pages by itself: outputs
+        [n, Hq, D] and log-sum-exps fp32 [n, Hq], without sinks. For instruments: it reads all of K and V, uncounted,
+        and the host waits."""
+        ...
+
     def top(self, scores: Tensor, budget: Tensor, keep: Tensor, most: int) -> Selection:
         """The open page, then pages in ``keep`` bool [b, P], then the best ``scores`` fp32 [b, H, P], until ``budget``
         integer [b, H], nowhere above ``most``, is spent. Equal scores go to the lower page, on every backend; NaN is
@@ -298,6 +304,21 @@ class SparseMethod(Protocol):
 
     def predict(self, tokens: int, layer: int, spec: ModelSpec, page_tokens: int) -> PagesRead:
         """What one decode step with ``tokens`` in the cache will read in ``layer``, in closed form."""
+        ...
+
+
+class AttentionProbe(Protocol):
+    """Looks on while methods choose (``octavo.core.inspection.probing``): at the first decode step of a request and
+    every ``every``-th after it, in each layer where something was chosen."""
+
+    @property
+    def every(self) -> int: ...
+
+    def observe(
+        self, method: SparseMethod, q: Tensor, out: Tensor, selection: Selection, pages: PageView, rows: Sequence[int]
+    ) -> None:
+        """``q, out [b, Hq, D]``: the queries and what attention to ``selection`` gave. ``rows``: of the sequences whose
+        turn it is. Must change nothing."""
         ...
 
 

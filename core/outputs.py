@@ -22,6 +22,7 @@ class Sample:
             given, over all layers and KV heads.
         digest_bytes_read: bytes of page digests (and, for an oracle, of K) that were read to choose those entries.
         inserted: what a session's producers added, each behind how many of ``token_ids``, which hold none of it.
+        kv_bytes_resident: bytes of the device's pool that its tables listed when it ended, whoever else lists them.
     """
 
     token_ids: list[int]
@@ -32,6 +33,7 @@ class Sample:
     kv_bytes_read: int = 0
     digest_bytes_read: int = 0
     inserted: list[tuple[int, Any]] = field(default_factory=list)
+    kv_bytes_resident: int = 0
 
 
 @dataclass

@@ -137,6 +137,7 @@ class Sequence:
         self.decode_steps = 0
         self.kv_bytes_read = 0
         self.digest_bytes_read = 0
+        self.kv_bytes_resident = 0
         self._keys: SharedList[PageKey] = SharedList()
         self.nodes: SharedList[Node] = SharedList()
 
@@ -172,6 +173,7 @@ class Sequence:
             decode_steps=self.decode_steps,
             kv_bytes_read=self.kv_bytes_read,
             digest_bytes_read=self.digest_bytes_read,
+            kv_bytes_resident=self.kv_bytes_resident,
         )
 
     def chunk(self, room: int) -> int:

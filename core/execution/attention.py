@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from octavo.core.execution.compiled import attend_in_step
 from octavo.core.execution.page_view import StepPages
-from octavo.core.interfaces import AttentionStep, LayerTraits, SparseMethod
+from octavo.core.interfaces import AttentionProbe, AttentionStep, LayerTraits, SparseMethod
 from octavo.core.memory.layer_groups import LayerPlan
 from octavo.kernels import ops
 
@@ -74,6 +74,8 @@ class DecodeGroup:
 
     ``runs`` int32 [4, b + 1] are the groups of ``ops.decode_shared``, if there are any: layers without a window read
     a run that several tables share once, and each KV head of such a layer ``slots_spared`` slots less.
+
+    ``probe`` looks on where something is chosen, at rows ``probed`` of the group.
     """
 
     start: int
@@ -88,6 +90,8 @@ class DecodeGroup:
     dense_windows: Counter[int] = field(default_factory=Counter)
     runs: Tensor | None = None
     slots_spared: int = 0
+    probe: AttentionProbe | None = None
+    probed: list[int] = field(default_factory=list)
 
     def units_read(self, kv: Tensor) -> Tensor:
         """Table entries that the kernels were given, over all layers and KV heads so far, int64 [b].
@@ -166,6 +170,8 @@ class PagedStep:
             q, self.kv, place.unit_layer, table, slots, group.q_pos, unit_pos, traits.sinks,
             traits.scale, traits.window, traits.softcap, False, False, self.backend,
         )  # fmt: skip
+        if group.probe is not None and selection is not None:
+            group.probe.observe(group.method, q, out, selection, group.pages, group.probed)  # type: ignore[arg-type]
         return out  # type: ignore[no-any-return]
 
     def _prefill(self, group: PrefillGroup, layer: int, q: Tensor, traits: LayerTraits) -> Tensor:

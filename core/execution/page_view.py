@@ -109,6 +109,17 @@ class StepPages:
         pages: Tensor = mass.unflatten(2, (-1, self.page_units)).sum(3)[:, :, : self.max_pages]
         return pages
 
+    def apart(self, q: Tensor, row: int) -> tuple[Tensor, Tensor]:
+        n, traits = int(self.n_pages[row]), self.traits
+        table = self.tables[self._slice][row, : n * self.page_units].view(1, n, 1, self.page_units)
+        slots = torch.full((1, n, 1), self.page_tokens, dtype=torch.int32, device=q.device)
+        slots[0, -1] = self.lengths[row] - (n - 1) * self.page_tokens
+        out, lse, _ = ops.decode(
+            q[row].expand(n, -1, -1).contiguous(), self.kv, self.plan.places[self.layer].unit_layer, table, slots,
+            self.q_pos[row].repeat(n), None, None, traits.scale, 0, traits.softcap, False, True, self.backend,
+        )  # fmt: skip
+        return out, lse
+
     def gather(self, selection: Selection) -> tuple[Tensor, Tensor]:
         """Selected pages are full but for the open one, which comes last, so the tokens fill the first ``slots``
         without gaps. What ``top`` chose for this layer has its table already.

@@ -21,7 +21,7 @@ from octavo.core.execution.decode_state import method_seed
 from octavo.core.execution.device_tables import DeviceTables
 from octavo.core.execution.page_view import StepPages
 from octavo.core.hf_model import HFModel
-from octavo.core.interfaces import SparseMethod
+from octavo.core.interfaces import AttentionProbe, SparseMethod
 from octavo.core.memory.digests import DigestStore
 from octavo.core.memory.host_tier import HostTier
 from octavo.core.memory.layer_groups import LayerPlan
@@ -102,6 +102,7 @@ class StepRunner:
         self._program: DecodeProgram | None = None
         if execution != "eager":
             self._program = DecodeProgram(model, kv, plan, backend, self._tables, config.max_seqs, self._page_tokens)
+        self.probe: AttentionProbe | None = None
         self.copies = 0
         self.kv_bytes_spared = 0
 
@@ -132,11 +133,15 @@ class StepRunner:
         """Whether a plan is a step of the decode program: ``launch`` it, and read its tokens later."""
         if self._program is None or not all(c.count == 1 and c.sequence.draws_on_device for c in plan.chunks):
             return False
+        if any(self._probed(chunk.sequence, chunk.start) for chunk in plan.chunks):
+            return False
         return len({id(self._method(chunk)) for chunk in plan.chunks}) == 1
 
     def carries(self, sequences: list[Sequence]) -> bool:
         """Whether the device can decode on with these before their last tokens are read."""
         if self._program is None or not self._program.state.carries(sequences):
+            return False
+        if any(self._probed(sequence, sequence.computed) for sequence in sequences):
             return False
         return len({id(self._chooser(s.request.method, s.computed + 1)) for s in sequences}) <= 1
 
@@ -295,6 +300,8 @@ class StepRunner:
             if shared is not None:
                 group.runs, group.slots_spared = self._to_device(shared.groups), shared.spared
         if method is not None:
+            group.probed = [row for row, chunk in enumerate(chunks) if self._probed(chunk.sequence, chunk.start)]
+            group.probe = self.probe if group.probed else None
             n_pages = np.array([-(-chunk.end // self._page_tokens) for chunk in chunks], np.int32)
             sealed = [chunk.sequence.table.pages(0, chunk.start // self._page_tokens) for chunk in chunks]
             first_units = np.zeros((len(chunks), n_pages.max()), np.int64)
@@ -340,6 +347,12 @@ class StepRunner:
                 range(1, spec.max_tokens // page + 2), True, key=lambda n: not method.reads_all(n * page, spec, page)
             )
         return method if tokens > self._whole_pages[name] * self._page_tokens else None
+
+    def _probed(self, sequence: Sequence, start: int) -> bool:
+        """Whether the probe looks on when the token at ``start`` is computed; such a step is not replayed."""
+        if self.probe is None or (span := sequence.sparse_span(start)) is None:
+            return False
+        return (start - span.start) % self.probe.every == 0
 
     def _packing(self, chunk: Chunk) -> tuple[int, int]:
         """Dense decodes, then one group a method, then longer chunks; the order within a group is kept."""
