@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import typing
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -264,6 +265,18 @@ def predicted_cost(engine: Engine, method: SparseMethod | None, prompt_tokens: i
         unit_tokens=engine.config.unit_tokens,
         itemsize=sizing.kv_dtype(engine.config, engine.spec).itemsize,
     )
+
+
+def digest_bytes(engine: Engine, method: SparseMethod | None, tokens: int) -> int:
+    """Bytes of the digests that a method has of the full pages of a sequence of so many tokens."""
+    from octavo.core import sizing
+
+    if method is None or method.digest is None:
+        return 0
+    page = engine.config.text_page_tokens
+    elements = sum(map(math.prod, method.digest.spec(page, engine.spec).values()))
+    layers = engine.spec.windows.count(0)  # others choose nothing
+    return tokens // page * layers * elements * sizing.kv_dtype(engine.config, engine.spec).itemsize
 
 
 def _checked(group: str, target: type[Any], settings: Any) -> Any:

@@ -47,9 +47,8 @@ class Floor:
     @classmethod
     def of(cls, model: Any, rates: DeviceRates) -> Floor:
         """That of a transformers model with K and V in its own dtype, on a device with these rates."""
-        text = model.config.get_text_config()
-        embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-        read = [weight for weight in model.parameters() if weight is not embedding or embedding is head]
+        text, head = model.config.get_text_config(), model.get_output_embeddings().weight
+        read = weights_read(model)
         kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         return cls(
@@ -80,6 +79,13 @@ class Floor:
             running = [prompt + step for prompt, new in requests if new > step]
             seconds += self.step_s(len(running), sum(running))
         return seconds
+
+
+def weights_read(model: Any) -> list[torch.Tensor]:
+    """The weights of a transformers model that a decode step reads whole: every parameter, but for an input embedding
+    of its own, of which it reads a row a token."""
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    return [weight for weight in model.parameters() if weight is not embedding or embedding is head]
 
 
 def measure_rates(device: torch.device, dtype: torch.dtype) -> DeviceRates:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from octavo.scripts import build, summary
+from octavo.scripts.instruments import Instruments
 from octavo.scripts.progress import counting
 from octavo.scripts.refusal import ConfigError
 from octavo.scripts.run import Run, Sample
@@ -27,6 +28,7 @@ def work_through(
     methods: Methods,
     measure: Callable[[str, Methods], list[Sample]],
     rows: Rows,
+    tools: Instruments,
 ) -> list[dict[str, Any]]:
     """One sample an item and method, or more: those that an earlier process left are not made again. An item that
     cannot be served is recorded with its error, and the rest goes on.
@@ -35,9 +37,10 @@ def work_through(
         items: by id, what every sample of an item says.
         measure: samples of an item under some of the methods.
         rows: of samples; the flag asks for intervals.
+        tools: what they have measured of a method by the end of an item is in its sample.
 
     Returns:
-        The final rows.
+        The final rows, with the contexts from which methods pay.
 
     Raises:
         ConfigError: no item could be served.
@@ -50,7 +53,8 @@ def work_through(
             start = time.perf_counter()
             about = {"item": item, **items[item]}
             try:
-                samples = [{**about, **sample} for sample in measure(item, missing)]
+                measured = measure(item, missing)
+                samples = [{**about, **sample, **tools.taken(missing[sample["method"]])} for sample in measured]
             except ValueError as error:
                 samples = [{**about, "method": name, "error": str(error)} for name in missing]
             for sample in samples:
@@ -60,7 +64,7 @@ def work_through(
             advance(_line(item, samples, time.perf_counter() - start))
     if all("error" in sample for sample in run.samples):
         raise ConfigError(f"none of the {len(items)} items could be served: {run.samples[0]['error']}")
-    return rows(run.samples, True)
+    return tools.rows(rows(run.samples, True), methods)
 
 
 def grouped_rows(samples: Sequence[Sample], keys: Sequence[str], seed: int, intervals: bool) -> list[dict[str, Any]]:
@@ -86,6 +90,7 @@ def generated(engine: Engine, completion: Completion, seconds: float) -> Sample:
         "decode_steps": sample.decode_steps,
         "kv_bytes_read": sample.kv_bytes_read,
         "digest_bytes_read": sample.digest_bytes_read,
+        "kv_bytes_resident": sample.kv_bytes_resident,
         **_peaks(engine, seconds),
     }
 
@@ -113,9 +118,14 @@ def forced(
 def predicted(
     engine: Engine, method: SparseMethod | None, prompt_tokens: int, new_tokens: int, times: int = 1
 ) -> Sample:
-    """The bytes that decoding or scoring so many tokens after a prompt reads, in closed form."""
+    """The bytes that decoding or scoring so many tokens after a prompt reads, and those of the digests that are there
+    at its end, in closed form."""
     cost = build.predicted_cost(engine, method, prompt_tokens, new_tokens)
-    return {"predicted_kv_bytes": times * cost.kv_bytes, "predicted_digest_bytes": times * cost.digest_bytes}
+    return {
+        "predicted_kv_bytes": times * cost.kv_bytes,
+        "predicted_digest_bytes": times * cost.digest_bytes,
+        "digest_bytes_resident": build.digest_bytes(engine, method, prompt_tokens + new_tokens - 1),
+    }
 
 
 def refuse_longer(key: str, tokens: int, engine: Engine) -> None:

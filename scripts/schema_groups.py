@@ -103,14 +103,18 @@ class SamplingSettings:
 @dataclass
 class SparseSettings:
     """methods: names of ``configs/sparse/``, of a folder on ``hydra.searchpath``, or paths of YAML files.
-    budget_tokens: what each of them may read of a sequence. overrides: by method, changes to its YAML."""
+    budget_tokens: what each of them may read of a sequence. overrides: by method, changes to its YAML. probe_every: in
+    experiments on quality, measure what a choice of pages leaves out at the first and every so many-th decode step of
+    a request (``octavo.sparse.probe``); 0 is never."""
 
     methods: list[str] = field(default_factory=lambda: ["dense"])
     budget_tokens: int = 1024
     overrides: dict[str, Any] = field(default_factory=dict)
+    probe_every: int = 8
 
     def __post_init__(self) -> None:
         at_least("sparse.budget_tokens", self.budget_tokens, 1)
+        at_least("sparse.probe_every", self.probe_every, 0)
         if not self.methods:
             raise ConfigError("sparse.methods is empty; give at least one, for instance sparse.methods=[dense]")
         twice = sorted({name for name in self.methods if self.methods.count(name) > 1})

@@ -12,6 +12,9 @@ Sample = Mapping[str, Any]
 
 QUALITIES = ("accuracy", "exact_match", "edit_similarity", "identifier_exact_match", "identifier_f1")
 
+_PROBED = ("page_recall", "captured_mass", "removal_error", "output_error")
+"""What samples may have of ``octavo.sparse.probe``, a share a layer and KV head."""
+
 _BYTES = {
     "kv_bytes": "kv_bytes_read",
     "predicted_kv_bytes": "predicted_kv_bytes",
@@ -28,8 +31,9 @@ def rows(samples: Sequence[Sample], *, task: str, seed: int = 0, intervals: bool
     ``perplexity`` is that of the gold line: the exponential of minus the mean over items of
     ``gold_log_likelihood_per_token`` (natural logarithm). ``<key>_vs_dense`` is the mean paired difference to dense
     over the items that both have. ``seconds`` add up, item by item, the time from handing in to the finished line; the
-    methods of an item run in one batch, so their times overlap, and the peaks are of the batch. A quality, or bytes,
-    that samples of a method lack, its row lacks too.
+    methods of an item run in one batch, so their times overlap, and the peaks are of the batch. ``resident_bytes`` is
+    the mean of what K, V and digests of a request take on the device at its end. What choices left out is the mean over
+    measured queries, layers and KV heads. A quality, or bytes, that samples of a method lack, its row lacks too.
 
     Args:
         intervals: False leaves out what needs resampling, for rows that are rewritten after every item.
@@ -58,6 +62,7 @@ def rows(samples: Sequence[Sample], *, task: str, seed: int = 0, intervals: bool
                 low, high = row["gold_log_likelihood_per_token_ci"]
                 row["perplexity_ci"] = [_exp(-high), _exp(-low)]
         row.update(_costs(list(own.values())))
+        row.update(_probed([sample["probe"] for sample in own.values() if sample.get("probe")]))
         found.append(row)
     return found
 
@@ -68,14 +73,34 @@ def _costs(samples: Sequence[Sample]) -> dict[str, Any]:
 
     steps, tokens, seconds = total("decode_steps"), total("new_tokens"), total("seconds")
     known = {name: key for name, key in _BYTES.items() if all(key in sample for sample in samples)}
+    resident = all({"kv_bytes_resident", "digest_bytes_resident"} <= sample.keys() for sample in samples)
+    held = total("kv_bytes_resident") + total("digest_bytes_resident") if resident else 0.0
     return {
         **{f"{name}_per_token": total(key) / steps if steps else None for name, key in known.items()},
+        **({"resident_bytes": held / len(samples)} if resident else {}),
         "units_held_peak": max(sample["units_held_peak"] for sample in samples),
         "device_bytes_peak": max(sample["device_bytes_peak"] for sample in samples),
         "prompt_tokens_mean": total("prompt_tokens") / len(samples),
         "new_tokens": int(tokens),
         "seconds": seconds,
         "tokens_per_s": tokens / seconds if seconds else None,
+    }
+
+
+def _probed(probes: Sequence[Sample]) -> dict[str, Any]:
+    """Means in percent, and what measuring took."""
+    queries = sum(sum(probe["rows"]) for probe in probes)
+    if not queries:
+        return {}
+    means = {}
+    for name in _PROBED:
+        layers = [(rows, heads) for p in probes for rows, heads in zip(p["rows"], p[name], strict=True) if rows]
+        means[f"{name}_percent"] = 100 * sum(rows * sum(heads) / len(heads) for rows, heads in layers) / queries
+    return {
+        **means,
+        "probed_queries": queries,
+        "probe_seconds": sum(probe["seconds"] for probe in probes),
+        "probe_bytes": sum(probe["bytes_read"] for probe in probes),
     }
 
 

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from octavo.core.inspection.page_watch import PageWatch
-from octavo.scripts import benchmarks, build, plots, report, summary
+from octavo.scripts import benchmarks, build, instruments, plots, report, summary
 from octavo.scripts.benchmarks import Item
+from octavo.scripts.instruments import Instruments
 from octavo.scripts.progress import counting, waiting
 from octavo.scripts.refusal import ConfigError
 from octavo.scripts.run import Run, Sample
@@ -42,6 +43,7 @@ def run(config: CodeCompletion, run: Run) -> None:
         engine = build.engine(config, model, tokenizer)
         build.fit(methods, engine)
     engine.watch = PageWatch() if config.page_map else None
+    tools = Instruments.of(engine, model, config.sparse)
 
     done = run.done("item", "method")
     left = [(item, {n: m for n, m in methods.items() if (item.id, n) not in done}) for item in items]
@@ -50,6 +52,7 @@ def run(config: CodeCompletion, run: Run) -> None:
         for item, missing in todo:
             start = time.perf_counter()
             samples = complete(item, missing, engine, config, tokenizer)
+            samples = [{**sample, **tools.taken(methods[sample["method"]])} for sample in samples]
             for sample in samples:
                 run.add(sample)
             run.write_rows(summary.rows(run.samples, task=config.task.name, intervals=False))
@@ -59,14 +62,15 @@ def run(config: CodeCompletion, run: Run) -> None:
     good = [sample for sample in run.samples if "error" not in sample]
     if not good:
         raise ConfigError(f"none of the {len(items)} items could be served: {run.samples[0]['error']}")
-    rows = summary.rows(run.samples, task=config.task.name, seed=config.seed)
+    rows = tools.rows(summary.rows(run.samples, task=config.task.name, seed=config.seed), methods)
     figures = {
         "pareto": plots.pareto(rows),
         "by_length": plots.by_length(good, list(methods)),
         "per_item": plots.per_item(good, list(methods)),
+        **instruments.figures(good, list(methods)),
     }
     maps = [("all items, one after another", engine.watch)]
-    report.publish(run, config, rows, plots=figures, notes=NOTES, maps=maps)
+    report.publish(run, config, rows, plots=figures, notes=[*NOTES, *tools.notes()], maps=maps)
 
 
 def complete(
@@ -112,6 +116,8 @@ def complete(
                 "digest_bytes_read": sample.digest_bytes_read,
                 "predicted_kv_bytes": predicted.kv_bytes,
                 "predicted_digest_bytes": predicted.digest_bytes,
+                "kv_bytes_resident": sample.kv_bytes_resident,
+                "digest_bytes_resident": build.digest_bytes(engine, method, len(prompt) + len(sample.token_ids) - 1),
                 "units_held_peak": stats.units_held_peak,
                 "device_bytes_peak": stats.device_bytes_peak,
                 "seconds": line.seconds,

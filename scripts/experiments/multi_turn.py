@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from octavo.core.inspection.page_watch import PageWatch
-from octavo.scripts import build, long_context, quality_plots, report
+from octavo.scripts import build, instruments, long_context, quality_plots, report
+from octavo.scripts.instruments import Instruments
 from octavo.scripts.long_context import Methods
 from octavo.scripts.progress import waiting
 from octavo.scripts.run import Run, Sample
@@ -44,20 +45,25 @@ def run(config: MultiTurn, run: Run) -> None:
     long_context.refuse_longer("length", config.length, engine)
     long_context.refuse_without_template(tokenizer, config.chat)
     engine.watch = PageWatch() if config.page_map else None
+    tools = Instruments.of(engine, model, config.sparse)
 
     def measure(item: str, missing: Methods) -> list[Sample]:
         talk = conversation(config.length, config.turns + 1, f"{config.seed} {item}")
         text = _text(talk, config, tokenizer)
-        return [_converse(engine, config, item, text, talk.turns, name, method) for name, method in missing.items()]
+        return [
+            _converse(engine, config, tools, item, text, talk.turns, name, method) for name, method in missing.items()
+        ]
 
     def rows(samples: Sequence[Sample], intervals: bool) -> list[dict[str, Any]]:
         return _rows(config, samples, intervals)
 
     items = {f"conversation {number}": {} for number in range(config.conversations)}
     items = dict(list(items.items())[: config.limit])
-    final = long_context.work_through(config, run, items, methods, measure, rows)
+    final = long_context.work_through(config, run, items, methods, measure, rows, tools)
+    turns = [{**sample, **turn} for sample in run.samples for turn in sample.get("turns", ())]
+    figures = {"turns": quality_plots.by_turn(final)} | instruments.figures(turns, list(methods))
     maps = [("all conversations, one after another", engine.watch)]
-    report.publish(run, config, final, plots={"turns": quality_plots.by_turn(final)}, notes=NOTES, maps=maps)
+    report.publish(run, config, final, plots=figures, notes=[*NOTES, *tools.notes()], maps=maps)
 
 
 def _text(talk: Conversation, config: MultiTurn, tokenizer: Any) -> str:
@@ -82,6 +88,7 @@ def _text(talk: Conversation, config: MultiTurn, tokenizer: Any) -> str:
 def _converse(
     engine: Engine,
     config: MultiTurn,
+    tools: Instruments,
     item: str,
     text: str,
     turns: Sequence[Turn],
@@ -99,7 +106,7 @@ def _converse(
         answered = []
         for number, turn in enumerate(turns[:-1]):
             _ask(session, turn, config.chat, before="" if number else text)
-            answered.append(_sparse_turn(engine, session, params, f"turn {number + 1}", turn))
+            answered.append(_sparse_turn(engine, session, params, f"turn {number + 1}", turn) | tools.taken(method))
         _ask(session, turns[-1], config.chat)
         answered.append(_dense_turn(engine, session.tokens, params, f"{item} {name}", turns[-1]))
     finally:

@@ -9,7 +9,8 @@ from itertools import zip_longest
 from typing import Any
 
 from octavo.core.inspection.page_watch import PageWatch
-from octavo.scripts import build, long_context, quality_plots, report
+from octavo.scripts import build, instruments, long_context, quality_plots, report
+from octavo.scripts.instruments import Instruments
 from octavo.scripts.long_context import Methods
 from octavo.scripts.progress import waiting
 from octavo.scripts.refusal import ConfigError
@@ -40,6 +41,7 @@ def run(config: Perplexity, run: Run) -> None:
     texts = {f"{text.kind}/{text.document.name}": text for text in _texts(config, tokenizer)[: config.limit]}
     opening = [token for token in tokenizer.encode("") if token == tokenizer.bos_token_id]
     engine.watch = PageWatch() if config.page_map else None
+    tools = Instruments.of(engine, model, config.sparse)
 
     def measure(item: str, missing: Methods) -> list[Sample]:
         ids = texts[item].ids
@@ -76,10 +78,11 @@ def run(config: Perplexity, run: Run) -> None:
         }
         for item, text in texts.items()
     }
-    final = long_context.work_through(config, run, about, methods, measure, rows)
+    final = long_context.work_through(config, run, about, methods, measure, rows, tools)
     figures = {"perplexity": quality_plots.perplexity_over_bytes(final)}
+    figures |= instruments.figures(run.samples, list(methods))
     maps = [("all documents, one after another", engine.watch)]
-    report.publish(run, config, final, plots=figures, notes=NOTES, maps=maps)
+    report.publish(run, config, final, plots=figures, notes=[*NOTES, *tools.notes()], maps=maps)
 
 
 @dataclass(frozen=True)

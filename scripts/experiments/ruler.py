@@ -10,7 +10,8 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from octavo.core.inspection.page_watch import PageWatch
-from octavo.scripts import build, long_context, plots, quality_plots, report, summary
+from octavo.scripts import build, instruments, long_context, plots, quality_plots, report, summary
+from octavo.scripts.instruments import Instruments
 from octavo.scripts.long_context import Methods
 from octavo.scripts.progress import waiting
 from octavo.scripts.run import Run, Sample
@@ -65,6 +66,7 @@ def run(config: Ruler, run: Run) -> None:
         long_context.refuse_longer("lengths", length, engine)
     long_context.refuse_without_template(tokenizer, config.chat)
     engine.watch = PageWatch() if config.page_map else None
+    tools = Instruments.of(engine, model, config.sparse)
 
     puzzles = {spec.id: spec for spec in specs(config)[: config.limit]}
 
@@ -78,8 +80,8 @@ def run(config: Ruler, run: Run) -> None:
         return long_context.grouped_rows(samples, ("task", "length"), config.seed, intervals)
 
     about = {item: {"task": s.task, "length": s.length, "depth": s.depth} for item, s in puzzles.items()}
-    final = long_context.work_through(config, run, about, methods, measure, rows)
-    notes = [*NOTES, QUESTION_NOTES[config.question]]
+    final = long_context.work_through(config, run, about, methods, measure, rows, tools)
+    notes = [*NOTES, QUESTION_NOTES[config.question], *tools.notes()]
     maps = [("all puzzles, one after another", engine.watch)]
     report.publish(run, config, final, plots=_figures(config, run.samples, methods), notes=notes, maps=maps)
 
@@ -180,4 +182,4 @@ def _figures(config: Ruler, samples: Sequence[Sample], methods: Mapping[str, Any
         good = [{**s, quality: sum(s["gold_logprobs"]) / len(s["gold_logprobs"])} for s in good]
     if any(sample["depth"] is not None for sample in good):
         figures["depths"] = quality_plots.heat_maps(good, list(methods), quality)
-    return figures
+    return figures | instruments.figures(good, list(methods))

@@ -21,7 +21,7 @@ from octavo.scripts.schema import EXPERIMENTS
 
 from .conftest import Command, Outcome, samples, strict
 
-TIMES = ("seconds", "tokens_per_s", "device_bytes_peak", "units_held_peak")
+TIMES = ("seconds", "tokens_per_s", "probe_seconds", "device_bytes_peak", "units_held_peak")
 
 
 def same(rows: list[dict[str, Any]], others: list[dict[str, Any]]) -> None:
@@ -85,11 +85,12 @@ def test_a_run_folder_holds_everything(octavo: Command, tiny: list[str]) -> None
         "report.html",
         "samples.jsonl",
     ]
-    assert {file.name for file in (folder / "plots").iterdir()} == {"pareto.png", "by_length.png", "per_item.png"}
+    plots = {"pareto.png", "by_length.png", "per_item.png", "choices.png"}
+    assert {file.name for file in (folder / "plots").iterdir()} == plots
     config = OmegaConf.load(folder / "config.yaml")
     assert config.limit == 3 and config.engine.page_tokens == 16 and "${" not in (folder / "config.yaml").read_text()
     report = (folder / "report.html").read_text()
-    assert report.count("data:image/png;base64,") == 3 and "http" not in report.replace("http-equiv", "")
+    assert report.count("data:image/png;base64,") == 4 and "http" not in report.replace("http-equiv", "")
 
     rows = outcome.metrics["rows"]
     assert [row["method"] for row in rows] == ["dense", "streaming", "quest"]

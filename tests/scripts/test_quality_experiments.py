@@ -41,10 +41,32 @@ class TestRuler:
             assert row["digest_bytes_per_token"] == row["predicted_digest_bytes_per_token"]
             assert ("accuracy_vs_dense" in row) == (row["method"] != "dense")
         assert rows[1]["kv_bytes_per_token"] < 0.5 * rows[0]["kv_bytes_per_token"]
+        for row in rows:
+            if row["method"] != "dense":
+                assert 0 <= row["page_recall_percent"] <= 100 and 0 < row["captured_mass_percent"] < 100
+                assert row["output_error_percent"] > 0 and row["removal_error_percent"] > 0
+                assert row["probed_queries"] > 0 and row["probe_seconds"] > 0 and row["probe_bytes"] > 0
+                assert 128 < row["break_even_tokens"] < 600 and row["plus_30_percent_tokens_batch_8"] > 128
+            assert row["resident_bytes"] > 580 * 2 * 2 * 2 * 16 * 4  # K and V of two layers
+        assert not {"page_recall_percent", "break_even_tokens"} & rows[0].keys()
         taken = samples(outcome.folder)
         assert all(580 <= s["prompt_tokens"] <= 592 and len(s["gold_logprobs"]) > 5 for s in taken)
         assert {s["depth"] for s in taken} == {0.0, 1.0, None}
-        assert {file.name for file in (outcome.folder / "plots").iterdir()} == {"pareto.png", "depths.png"}
+        assert {file.name for file in (outcome.folder / "plots").iterdir()} == {
+            "pareto.png", "depths.png", "choices.png",
+        }  # fmt: skip
+
+    def test_nobody_looks_on_where_that_is_not_wanted(self, octavo: Command, tiny_model: Path) -> None:
+        arguments = (*self.ARGUMENTS, f"model.path={tiny_model}", "limit=1")
+        plain, probed = (octavo(*arguments, f"sparse.probe_every={every}") for every in (0, 2))
+        for row, other in zip(plain.metrics["rows"], probed.metrics["rows"], strict=True):
+            measured = other.keys() - row.keys()
+            assert ("page_recall_percent" in measured) is (row["method"] != "dense")
+            assert all(row[key] == other[key] for key in ("accuracy", "perplexity", "kv_bytes_per_token"))
+        assert not (plain.folder / "plots" / "choices.png").exists()
+        assert all("probe" not in sample for sample in samples(plain.folder))
+        refused = octavo(*self.ARGUMENTS, "sparse.probe_every=-1", f"model.path={tiny_model}")
+        assert refused.code == 1 and "sparse.probe_every=-1: must be at least 0" in refused.err
 
     def test_a_sparse_question_is_scored(self, octavo: Command, tiny_model: Path) -> None:
         outcome = octavo(*self.ARGUMENTS, f"model.path={tiny_model}", "question=sparse", "limit=1")
