@@ -163,6 +163,8 @@ def main() -> int:
     """Entry point. Exit codes: 0; 1 for a failed job or a refused configuration; 130 Ctrl-C; 143 SIGTERM."""
     # Hydra would print its own words and exit; with this it lets exceptions through, and `explain` speaks.
     os.environ["HYDRA_FULL_ERROR"] = "1"
+    if sys.argv[1:2] == ["compare"]:
+        sys.argv[1:] = _comparison(sys.argv[2:])
     if any(argument.partition("=")[0] in ("--config-path", "-cp") for argument in sys.argv[1:]):
         given = {argument.partition("=")[0] for argument in sys.argv[1:]}
         sys.argv += ["hydra.output_subdir=null"]
@@ -182,6 +184,14 @@ def main() -> int:
         _complain(message)
         return 1
     return 0
+
+
+def _comparison(arguments: list[str]) -> list[str]:
+    """``compare FOLDER ... KEY=VALUE ...`` as an experiment; what exists is a folder, whatever its name."""
+    folders = [given for given in arguments if Path(given).is_dir() or ("=" not in given and given[:1] != "-")]
+    others = [given for given in arguments if given not in folders]
+    quoted = ",".join("'" + folder.replace("'", "\\'") + "'" for folder in folders)
+    return ["experiment=compare", f"runs=[{quoted}]", *others]
 
 
 def _root(arguments: list[str]) -> type[Config]:

@@ -287,7 +287,7 @@ def format_value(key: str, value: Any) -> str:
         return str(value)
     if "bytes" in key:
         return format_bytes(value)
-    sign = "+" if key.endswith("_vs_dense") else ""
+    sign = "+" if key.endswith(("_vs_dense", "_vs_first")) else ""
     if isinstance(value, int) or abs(value) >= 10_000:
         return f"{round(value):{sign},}"
     return (

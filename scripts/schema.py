@@ -17,6 +17,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
 from octavo.scripts.refusal import ConfigError, at_least
+from octavo.scripts.schema_comparisons import Compare
 from octavo.scripts.schema_decode import DecodeStep
 from octavo.scripts.schema_groups import (
     Config,
@@ -49,6 +50,7 @@ __all__ = [
     "Allocators",
     "Calibrate",
     "CodeCompletion",
+    "Compare",
     "Config",
     "DecodeStep",
     "Devices",
@@ -126,6 +128,7 @@ EXPERIMENTS: dict[str, type[Config]] = {
     "allocators": Allocators,
     "calibrate": Calibrate,
     "code_completion": CodeCompletion,
+    "compare": Compare,
     "concurrency": Concurrency,
     "decode_step": DecodeStep,
     "devices": Devices,

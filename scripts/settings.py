@@ -34,6 +34,8 @@ def typed(cfg: DictConfig) -> Config:
     config = typing.cast(Config, OmegaConf.to_object(merged))
     if config.model.path is not None:  # a model of random weights has none
         config.model.path = resolved_model(config.model.path)
+    if hasattr(config, "runs"):
+        config.runs = [str(absolute(folder)) for folder in config.runs]
     for owner, key in ((config, "resume"), (config, "prompts_file"), (getattr(config, "task", None), "path")):
         if getattr(owner, key, None):
             setattr(owner, key, str(absolute(getattr(owner, key))))

@@ -15,6 +15,8 @@ from octavo.scripts.build import method
 from .conftest import CONFIGS
 
 EXPERIMENTS = sorted(file.stem for file in (CONFIGS / "experiment").glob("*.yaml"))
+NEEDED = {"compare": ["runs=[one,two]"]}
+"""What has no default."""
 OPTIONS = [f"{group}={f.stem}" for group in ("engine", "tracking") for f in sorted((CONFIGS / group).glob("*.yaml"))]
 
 
@@ -26,7 +28,7 @@ def composed(*overrides: str) -> schema.Config:
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_every_experiment_composes_to_its_type(name: str) -> None:
-    config = composed(f"experiment={name}")
+    config = composed(f"experiment={name}", *NEEDED.get(name, ()))
     assert config.experiment == name
     assert type(config) is schema.EXPERIMENTS[name]
 

@@ -59,7 +59,9 @@ def test_limit_makes_any_experiment_a_smoke_test(
     if name == "kernels":
         pytest.skip("Triton's interpreter needs a process of its own: test_kernels_experiment.py")
     model = f"model.path={tiny_model}"
+    runs = [str(octavo(*tiny, "limit=2").folder) for _ in range(2)] if name == "compare" else []
     arguments = {
+        "compare": [f"runs=[{','.join(runs)}]"],
         "code_completion": tiny,
         "layer_groups": [f"model.path={windowed_model}", "contexts=[80,100,120]"],
         "multi_turn": [model, "length=500"],
