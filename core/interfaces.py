@@ -224,6 +224,10 @@ class PageView(Protocol):
         """r ``channels`` int64 [b, Hkv, r] of every key: ``[b, Hkv, P * p, r]``, past ``lengths`` arbitrary or NaN."""
         ...
 
+    def contents(self) -> tuple[Tensor, Tensor]:
+        """K and V of every token, each ``[b, Hkv, P * p, D]``, zeros past ``lengths``."""
+        ...
+
     def bounds(self, q: Tensor, per_query_head: bool = False) -> Tensor:
         """The largest dot product with ``q [b, Hq, D]`` that any key in a page's min-max box could have: the largest of
         each group, fp32 [b, Hkv, P], or that of every query head, [b, Hq, P]; minus infinity past the sealed pages.
@@ -286,6 +290,11 @@ class SparseMethod(Protocol):
         """Whether what is chosen depends on ``PageView.seeds``."""
         ...
 
+    @property
+    def waits(self) -> bool:
+        """Whether the host waits for the device while pages are chosen; such steps are not replayed."""
+        ...
+
     def reads_all(self, tokens: int, spec: ModelSpec, page_tokens: int) -> bool:
         """Whether a sequence of so many tokens is read whole in every layer, so that nothing has to be chosen."""
         ...
@@ -327,12 +336,15 @@ class AttentionProbe(Protocol):
 
 class Scorer(Protocol):
     """Rates pages: a larger score is read first. ``parts`` are the digest parts that it reads, each once; ``draws``:
-    scores depend on ``PageView.seeds``; ``shares``: they estimate shares of a head's attention, so they add up."""
+    scores depend on ``PageView.seeds``; ``waits``: the host waits for the device; ``shares``: scores estimate shares of
+    a head's attention, so they add up."""
 
     @property
     def parts(self) -> frozenset[str]: ...
     @property
     def draws(self) -> bool: ...
+    @property
+    def waits(self) -> bool: ...
     @property
     def shares(self) -> bool: ...
 

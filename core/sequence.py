@@ -67,13 +67,14 @@ class Request:
     @cached_property
     def draws_on_device(self) -> bool:
         """Whether nothing but the drawn tokens has to come to the host: no log-probabilities, no penalty that depends
-        on what was drawn, all pages of one size."""
+        on what was drawn, all pages of one size, nothing that a method's choice of pages waits for."""
         params = self.params
         return (
             params.logprobs is None
             and params.prompt_logprobs is None
             and params.repetition_penalty == 1.0
             and self.layout.uniform
+            and not getattr(self.method, "waits", False)
         )
 
     @property

@@ -68,6 +68,10 @@ class Method:
     def draws(self) -> bool:
         return self.scorer.draws
 
+    @property
+    def waits(self) -> bool:
+        return self.scorer.waits
+
     def reads_all(self, tokens: int, spec: ModelSpec, page_tokens: int) -> bool:
         pages = -(-tokens // page_tokens)
         return all(pages <= self._budget(layer, spec.layers, page_tokens) for layer in self._sparse_layers(spec))

@@ -10,11 +10,12 @@ from octavo.core.interfaces import ModelSpec, PageView
 
 
 class Scored:
-    """What most scorers have in common: they draw nothing, their scores are no shares of attention, and what they read
-    are digests, if anything."""
+    """What most scorers have in common: they draw nothing, the host waits for nothing, their scores are no shares of
+    attention, and what they read are digests, if anything."""
 
     parts: ClassVar[frozenset[str]] = frozenset()
     draws: ClassVar[bool] = False
+    waits: ClassVar[bool] = False
     shares: ClassVar[bool] = False
 
     def elements(self, tokens: int, spec: ModelSpec, page_tokens: int) -> int:

@@ -81,6 +81,13 @@ class StepPages:
         at = units[:, None, :, None, None], place.unit_layer, 0, heads[:, None, None, None], slots[:, None]
         return self.kv[(*at, channels[:, :, None, None])].flatten(2, 3)
 
+    def contents(self) -> tuple[Tensor, Tensor]:
+        self.elements_read += self.lengths * (2 * self.kv_heads * self.kv.shape[5])
+        unit_layer = self.plan.places[self.layer].unit_layer
+        tokens = self.max_pages * self.page_tokens
+        keys, values = ops.gather(self.kv, unit_layer, self.table, self.slots, tokens, self.backend)
+        return keys, values
+
     def bounds(self, q: Tensor, per_query_head: bool = False) -> Tensor:
         low, high = self.parts["min"], self.parts["max"]
         self.elements_read += (self.n_pages - 1) * (2 * low[0, 0].numel())

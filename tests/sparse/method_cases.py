@@ -66,6 +66,11 @@ class View:
         keys[0, :, 34:], keys[1, :, 23:] = float("nan"), float("nan")
         return keys
 
+    def contents(self):
+        keys = self.k.transpose(1, 2).flatten(2, 3).clone()  # [b, Hkv, P * p, D]
+        keys[0, :, 34:], keys[1, :, 23:] = 0, 0
+        return keys, 10 * keys
+
     def bounds(self, q, per_query_head=False):
         low, high = (self.digest(part).flatten(0, 1)[:, None] for part in ("min", "max"))  # a row a page, one layer
         return ops.page_score(q, low, high, 0, torch.arange(18).view(2, 9), self.n_pages, per_query_head, "reference")
