@@ -466,9 +466,8 @@ class Engine:
         request.sequences.append(sequence)
         self._requests[request.request_id] = request
         if self.tokenizer is not None and not sequence.forced:
-            markers = tuple(marker for marker in request.markers if isinstance(marker, str))
-            stop, included = tuple(request.params.stop), request.params.include_stop
-            sequence.detokenizer = Detokenizer(self.tokenizer, stop, included, markers)
+            params, markers = request.params, tuple(marker for marker in request.markers if isinstance(marker, str))
+            sequence.detokenizer = Detokenizer(self.tokenizer, tuple(params.stop), params.include_stop, markers)
 
     def _publish(self, sequence: TokenSequence) -> None:
         """Make the pages that a step has filled findable."""
