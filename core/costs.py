@@ -8,7 +8,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.core.interfaces import ModelSpec, SparseMethod
+from octavo.core.interfaces import Compressor, ModelSpec, SparseMethod
 
 Count = TypeVar("Count", int, NDArray[np.int64])
 
@@ -43,13 +43,21 @@ def predict_decode(
     The first new token comes out of the prompt's last position, so there are ``new_tokens - 1`` decode steps, with
     ``prompt_tokens + 1, prompt_tokens + 2, ...`` tokens in the cache. A layer with a window reads the units that its
     window touches; a dense layer reads ceil(tokens / unit) units; a sparse layer reads the pages that its method
-    predicts, the last of which is open and counts its filled units only.
+    predicts, the last of which is open and counts its filled units only. A method that drops tokens reads what it has
+    kept when it was last due, and everything since.
     """
-    units = elements = 0
+    units = elements = listed = 0
+    compressor: Compressor | None = getattr(method, "compressor", None)
     for tokens in range(prompt_tokens + 1, prompt_tokens + new_tokens):
         for layer, window in enumerate(spec.windows):
             if window or method is None:
                 units += dense_units(tokens, window, unit_tokens)
+                continue
+            if compressor is not None:
+                every = compressor.every or new_tokens
+                due = prompt_tokens + (tokens - 1 - prompt_tokens) // every * every
+                listed += compressor.kept_units(due, layer, spec, page_tokens, unit_tokens)
+                units += dense_units(tokens - due // page_tokens * page_tokens, 0, unit_tokens)
                 continue
             read = method.predict(tokens, layer, spec, page_tokens)
             open_tokens = (tokens - 1) % page_tokens + 1
@@ -58,7 +66,7 @@ def predict_decode(
     unit_bytes = 2 * unit_tokens * spec.head_dim * itemsize
     return DecodeCost(
         steps=max(0, new_tokens - 1),
-        kv_bytes=units * spec.kv_heads * unit_bytes,
+        kv_bytes=(units * spec.kv_heads + listed) * unit_bytes,
         digest_bytes=elements * spec.kv_heads * itemsize,
     )
 

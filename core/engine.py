@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from octavo.core import interrupts, sizing
+from octavo.core.compression.compaction import Compaction
 from octavo.core.config import EngineConfig, SamplingParams
 from octavo.core.detokenizer import Detokenizer
 from octavo.core.encoding.encoded_items import EncodedItems
@@ -121,6 +122,7 @@ class Engine:
         self._runner = StepRunner(
             self._model, self.config, kv, backend, execution, self._pool, self._plan, entries, self._host, self._items
         )
+        self._compaction = Compaction(self._model, self._runner, self._pool, self._plan, self._scheduler, self._host)
         self._prompts = PromptReader(tokenizer, self.spec.vocab_size, encoder, self.config.step_tokens)
         self._eos = self._model.eos_token_ids | {
             token for token in [getattr(tokenizer, "eos_token_id", None)] if token is not None
@@ -199,6 +201,7 @@ class Engine:
         method: SparseMethod | None = None,
         priority: int = 0,
         salt: str | None = None,
+        unseen_tokens: int = 0,
     ) -> str:
         """Queue a request and give its id. Nothing is held before the scheduler admits it.
 
@@ -206,6 +209,7 @@ class Engine:
             method: a sparse method for this request, instead of the engine's.
             priority: a higher one is served first and may preempt a lower one.
             salt: only requests with the same salt share cached pages.
+            unseen_tokens: of the end of the prompt, which a method that drops tokens does not know when it decides.
 
         Raises:
             CapacityError: the prompt and what must follow it can never fit.
@@ -213,7 +217,7 @@ class Engine:
         """
         tokens, segments = self._prompts.read_segments(prompt)
         layout = self._text.extended(0, segments)
-        request = new_request(self, tokens, params, request_id, method, priority, salt, layout=layout)
+        request = new_request(self, tokens, params, request_id, method, priority, salt, None, layout, unseen_tokens)
         sequence = TokenSequence(request, 0, SharedList(request.prompt), self._pool, self._plan)
         with interrupts.held():
             self._enter(request, sequence)
@@ -355,6 +359,7 @@ class Engine:
             for chunk in plan.chunks:
                 chunk.sequence.computed = chunk.end
                 self._publish(chunk.sequence)
+            self._compaction.run([chunk.sequence for chunk in plan.chunks])
             self._read_logits(logits, rows)
             self.costs.observe(((chunk.count, chunk.start) for chunk in plan.chunks), time.perf_counter() - began)
         except BaseException:
@@ -475,7 +480,7 @@ class Engine:
             sequence.full_at = NEVER
             return
         index, request = self._pool.index, sequence.request
-        done, full = len(sequence.nodes), sequence.layout.full_pages(sequence.computed)
+        done, full = len(sequence.nodes), sequence.findable_pages(sequence.computed)
         sequence.full_at = sequence.layout.end_token(full)
         if full == done:
             return

@@ -130,6 +130,14 @@ class HFModel:
             stack.enter_context(interrupts.let_through())
             yield
 
+    def attention(self, layer: int) -> nn.Module:
+        """The model's own attention module of a layer, for its weights."""
+        found = (m for m in self.model.modules() if getattr(m, "layer_idx", None) == layer and hasattr(m, "o_proj"))
+        module = next(found, None)
+        if module is None:
+            raise UnsupportedModelError(f"layer {layer} of {self.spec.name} has no attention module with an o_proj")
+        return module
+
     def embedding_width(self) -> int:
         """Width of the rows that stand for what is no text.
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from octavo.core import sizing
 from octavo.core.config import SamplingParams
-from octavo.core.interfaces import SparseMethod
+from octavo.core.interfaces import Compressor, SparseMethod
 from octavo.core.memory.page_layout import PageLayout
 from octavo.core.memory.prefix_cache import root_key
 from octavo.core.sequence import Request
@@ -54,6 +54,7 @@ def new_request(
     salt: str | None,
     required_tokens: int | None = None,
     layout: PageLayout | None = None,
+    unseen_tokens: int = 0,
 ) -> Request:
     """Check everything that can be wrong with a request; changes nothing but the count of arrivals."""
     params = params or SamplingParams()
@@ -75,6 +76,13 @@ def new_request(
     layout = layout or engine._text
     method = method or engine._method
     require_room(engine, layout, len(prompt), params, method, required_tokens)
+    compressor: Compressor | None = getattr(method, "compressor", None)
+    if compressor is not None:
+        engine._compaction.validate(compressor)
+    if isinstance(unseen_tokens, bool) or not isinstance(unseen_tokens, int) or not 0 <= unseen_tokens < len(prompt):
+        raise ValueError(
+            f"unseen_tokens={unseen_tokens!r} must be 0 or more, and fewer than the prompt's {len(prompt)}"
+        )
     arrival = engine._arrivals
     while request_id is None and f"request-{arrival}" in engine._requests:
         arrival += 1
@@ -90,4 +98,6 @@ def new_request(
         root=root_key([] if salt is None else [("salt", salt)]),
         layout=layout,
         unforked=params.n - 1,
+        compressor=compressor,
+        unseen_tokens=unseen_tokens,
     )

@@ -234,6 +234,20 @@ class Scheduler:
         if self.recorder is not None:
             self.recorder.preempted(sequence)
 
+    def make_room(self, units: Callable[[], int], sequence: Sequence) -> bool:
+        """Have ``units()`` units available for a running sequence between two steps, at the cost of the same others as
+        in ``schedule``; False if it was itself the one of least worth, and waits now."""
+        self._pool.prepare(units())
+        while units() > self._pool.available:
+            if self.parked:
+                self._reclaim()
+                continue
+            victim = max(self.running, key=_worth)
+            self.preempt(victim)
+            if victim is sequence:
+                return False
+        return True
+
     def published(self, key: PageKey, sequence: Sequence) -> None:
         """A page is findable now; nobody needs to wait for it any more."""
         if self._computing.get(key) is sequence:
@@ -251,7 +265,10 @@ class Scheduler:
             for number, table in enumerate(sequence.tables):
                 if table.n_pages < pages or table.n_pages != sequence.table.n_pages:
                     raise AssertionError(f"{sequence.computed} tokens are computed in {table.n_pages} pages")
-                if sequence.computed and table.first_page > sequence.first_seen(number, sequence.computed):
+                seen = sequence.first_seen(number, sequence.computed)
+                if number == 0 and sequence.kept is not None:
+                    seen = max(seen, sequence.layout.page_of(sequence.kept.end))
+                if sequence.computed and table.first_page > seen:
                     raise AssertionError(f"page {table.first_page - 1} is gone and will be seen again")
         if len(self.running) > self._config.max_seqs:
             raise AssertionError(f"{len(self.running)} sequences run, at most {self._config.max_seqs} may")
@@ -334,7 +351,7 @@ class Scheduler:
         if count <= self._config.step_tokens - plan.tokens:  # if not, it comes first in the next step
             self._place(sequence, count, plan)
         if self._config.prefix_cache:
-            for key in sequence.keys(layout.full_pages(sequence.goal))[hit_pages:]:
+            for key in sequence.keys(sequence.findable_pages(sequence.goal))[hit_pages:]:
                 self._computing.setdefault(key, sequence)
         if sequence.request.cached_tokens is None:
             sequence.request.cached_tokens = hit_tokens
@@ -352,7 +369,7 @@ class Scheduler:
         if not self.parked and not victims:
             return False
         staying = sorted(self.running, key=_worth)[: len(self.running) - victims]
-        held = np.concatenate([found, *(table.held for s in staying for table in s.tables)])
+        held = np.concatenate([found, *(s.held for s in staying)])
         return fresh <= self._pool.units_left(held)
 
     def _restore(self, sequence: Sequence, match: PrefixMatch) -> None:

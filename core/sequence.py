@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from octavo.core.compression.kept_set import KeptSet, Point
+from octavo.core.compression.observation import Observation
 from octavo.core.config import SamplingParams
-from octavo.core.interfaces import SparseMethod
+from octavo.core.interfaces import Compressor, SparseMethod
 from octavo.core.memory.block_table import BlockTable
 from octavo.core.memory.layer_groups import LayerPlan
 from octavo.core.memory.page_layout import PageLayout
@@ -46,6 +48,7 @@ class Request:
     ``layout`` says how its tokens fall into pages.
     ``keep``, if given, takes the ended sequence over with its pages (a session's turn), and may change the news of it.
     ``error`` ended it, if any. ``markers``, token ids and texts, end it where a session's producer is to be asked.
+    A ``compressor`` has not seen the last ``unseen_tokens`` tokens of the prompt when it decides.
     """
 
     request_id: str
@@ -58,6 +61,8 @@ class Request:
     root: PageKey
     layout: PageLayout
     unforked: int
+    compressor: Compressor | None = None
+    unseen_tokens: int = 0
     sequences: list[Sequence] = field(default_factory=list)
     cached_tokens: int | None = None
     keep: Callable[[Sequence, StepOutput], None] | None = None
@@ -114,6 +119,10 @@ class Sequence:
     Under a sparse method the tokens in ``sparse_spans`` are computed one at a time, each with its own selection, so
     that recomputing them after a preemption gives the KV that decoding gave. From the first of them on, the KV is
     shaped by the method, and the keys of its pages say so.
+
+    A compressor decides at the ``points``, and then at every so many tokens, what is ``kept`` of the full pages; these
+    become holes, as behind a window, unless they are only hidden. ``compressed`` tokens were computed when it decided
+    last. Pages that come after the first point are never findable.
     """
 
     def __init__(self, request: Request, sample: int, tokens: SharedList[int], pool: PagePool, plan: LayerPlan) -> None:
@@ -129,6 +138,13 @@ class Sequence:
         if request.method is not None:
             seed = self.seed if request.method.draws else 0
             self.sparse_spans = [SparseSpan(len(request.prompt), NEVER, seed)]
+        self.points: list[Point] = []
+        if request.compressor is not None:
+            at = len(request.prompt) - request.unseen_tokens
+            self.points = [Point(at, min(request.compressor.window, at))]
+        self.kept: KeptSet | None = None
+        self.compressed = 0
+        self.observation: Observation | None = None
         self.forced = False
         self.logprobs_from: int | None = None if request.params.prompt_logprobs is None else 1
         self.known_logprobs: dict[int, TokenLogprobs] = {}
@@ -185,6 +201,8 @@ class Sequence:
     def chunk_limit(self) -> int:
         """Tokens that may be computed in one step."""
         left = self.goal - self.computed
+        if self.points:
+            left = min(left, self.due.at - self.computed)
         if self.logprobs_from is not None:
             left = min(left, max(KNOWN_LOGPROB_ROWS, self.layout.least_chunk(self.computed)))
         for start, stop, _ in self.sparse_spans:
@@ -195,6 +213,16 @@ class Sequence:
         return left
 
     @property
+    def due(self) -> Point:
+        """When it is compressed next; precondition: it has a compressor."""
+        compressor, at = self.request.compressor, NEVER
+        assert compressor is not None
+        if compressor.every and self.compressed:
+            at = self.compressed + compressor.every
+        planned = next((point for point in self.points if point.at > self.compressed), Point(NEVER, 0))
+        return planned if planned.at <= at else Point(at, compressor.window)
+
+    @property
     def draws_on_device(self) -> bool:
         """Whether its next token can be computed and drawn without the host; see ``Request``."""
         request = self.request
@@ -202,6 +230,7 @@ class Sequence:
             request.draws_on_device
             and not request.unforked
             and not self.forced
+            and request.compressor is None
             and self.generated >= request.params.min_tokens
             and self.computed + 1 == len(self.tokens)
             and (request.method is None or self.sparse_span(self.computed) is not None)
@@ -225,6 +254,21 @@ class Sequence:
         if self.logprobs_from is not None:
             limit = min(limit, self.logprobs_from - 1)
         return limit
+
+    def findable_tokens(self) -> int:
+        """Tokens that may come out of the prefix cache: those whose queries a compressor wants to see may not."""
+        limit = self.reusable_tokens()
+        return min(limit, self.points[0].at - max(1, self.points[0].window)) if self.points else limit
+
+    def findable_pages(self, tokens: int) -> int:
+        """Pages among those of the first ``tokens`` tokens that are full and may be found by others."""
+        return self.layout.full_pages(min(tokens, self.points[0].at) if self.points else tokens)
+
+    @property
+    def held(self) -> Pages:
+        """All pages that it holds, and the split units that hold what it has kept of others."""
+        kept = [] if self.kept is None else [self.kept.units]
+        return np.concatenate([*(table.held for table in self.tables), *kept])
 
     def first_seen(self, group: int, position: int) -> int:
         """The first page that a query at ``position`` sees in the layers of a group."""
@@ -280,20 +324,27 @@ class Sequence:
         """Start where ``parent`` is: share its pages, its keys and what is known of its prompt."""
         self.tables = [table.fork() for table in parent.tables]
         parent.writable = 0
-        self.computed = parent.computed
+        self.computed, self.compressed = parent.computed, parent.compressed
+        self.kept = None if parent.kept is None else parent.kept.share()
+        self.observation = None if parent.observation is None else parent.observation.fork()
         self._keys, self.nodes = parent._keys.fork(), parent.nodes.fork()
 
     def inherit(self, previous: Sequence) -> None:
         """Take over the pages, and what is known of them, of a sequence that begins like this one."""
         self.tables, self.computed, self.nodes = previous.tables, previous.computed, previous.nodes
+        self.kept, previous.kept = previous.kept, None
+        self.compressed, self.observation = previous.compressed, previous.observation
         self._keys = SharedList(previous._keys[: len(previous.nodes)])
         for table in self.tables:
             table.stale_from = 0
 
     def truncate(self, tokens: int) -> None:
         """Forget the KV past ``tokens``, of a page that was full all of it (``PageLayout.kept``), and all of an item
-        that must not be split. Where pages behind a window are gone that are seen again from there, everything is let
-        go of."""
+        that must not be split. Where pages behind a window are gone that are seen again from there, or tokens that a
+        compressor saw, everything is let go of."""
+        if tokens < self.compressed:
+            self.rewind()
+            return
         if tokens < self.computed:
             tokens = self.layout.unsplit(tokens)
         pages, tokens = self.layout.kept(tokens, self.computed)
@@ -311,7 +362,10 @@ class Sequence:
         """Give every page back; the tokens stay and will be computed again, or found in the prefix cache."""
         for table in self.tables:
             table.release()
-        self.computed = self.writable = self.full_at = 0
+        if self.kept is not None:
+            self.kept.release()
+        self.kept = self.observation = None
+        self.computed = self.compressed = self.writable = self.full_at = 0
         self.nodes = SharedList()
 
 
@@ -341,7 +395,7 @@ def match_prefix(sequence: Sequence, index: PrefixCache, plan: LayerPlan) -> Pre
     see: all of them, or those that its window touches.
     """
     layout = sequence.layout
-    wanted = layout.full_pages(max(0, sequence.reusable_tokens()))
+    wanted = layout.full_pages(max(0, sequence.findable_tokens()))
     keys = sequence.keys(wanted)
     nodes: list[Node] = []
     parent: Parent = sequence.request.root

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from octavo.core import interrupts
+from octavo.core.compression.kept_set import Point
 from octavo.core.config import SamplingParams
 from octavo.core.interfaces import SparseMethod
 from octavo.core.outputs import Completion, StepOutput
@@ -58,6 +59,7 @@ class Session:
         self._producers = checked(producers, engine)
         self._turn: Turn | None = None
         self._spans: list[SparseSpan] = []
+        self._points: list[Point] = []
         self._parked: TokenSequence | None = None
         self._busy: str | None = None
         self._closed = False
@@ -105,6 +107,7 @@ class Session:
         sequence = TokenSequence(request, 0, SharedList(request.prompt), engine._pool, engine._plan)
         if self._method is not None:
             sequence.sparse_spans = [*self._spans, *sequence.sparse_spans]
+            sequence.points = self._points = [*self._points, *map(self._observed, sequence.points)]
         engine._enter(request, sequence)
         parked, self._parked = self._parked, None
         if parked is not None and engine.recorder is not None:
@@ -138,7 +141,7 @@ class Session:
         """A session with the same history that shares every page; either may go on without the other noticing."""
         self._require_idle()
         twin = Session(self._engine, "", self._method, self._salt, self._producers)
-        twin.tokens, twin._spans = self.tokens, self._spans.copy()
+        twin.tokens, twin._spans, twin._points = self.tokens, self._spans.copy(), self._points
         twin._messages, twin._rendered = self._messages.copy(), self._rendered
         twin._layout = self._layout
         if self._parked is not None and self._parked in self._engine._scheduler.parked:
@@ -237,6 +240,10 @@ class Session:
     def _extend(self, read: ReadPrompt) -> None:
         self._layout = self._layout.extended(len(self.tokens), read.segments)
         self.tokens = self.tokens + read.tokens  # a new list: forks share the old one
+
+    def _observed(self, point: Point) -> Point:
+        """The point of a turn's prompt, with a window of queries that are computed in this turn in any case."""
+        return Point(point.at, min(point.window, max(1, point.at - (self._spans[-1].stop if self._spans else 0))))
 
     def _kept_tokens(self, sequence: TokenSequence) -> list[int]:
         generated = sequence.tokens[len(sequence.request.prompt) :]

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from octavo.core.compression.kept_tables import KeptTables
+from octavo.core.compression.observation import Observation
 from octavo.core.execution.compiled import attend_in_step
 from octavo.core.execution.page_view import StepPages
 from octavo.core.interfaces import AttentionProbe, AttentionStep, LayerTraits, SparseMethod
@@ -76,6 +78,7 @@ class DecodeGroup:
     a run that several tables share once, and each KV head of such a layer ``slots_spared`` slots less.
 
     ``probe`` looks on where something is chosen, at rows ``probed`` of the group.
+    ``kept`` are the tables of layers without a window, if the sequences have been compressed.
     """
 
     start: int
@@ -92,6 +95,12 @@ class DecodeGroup:
     slots_spared: int = 0
     probe: AttentionProbe | None = None
     probed: list[int] = field(default_factory=list)
+    kept: KeptTables | None = None
+
+    def count(self, slots: Tensor, kv: Tensor) -> None:
+        """A layer has read ``slots`` int32 [1, b, H] of tables of its own."""
+        chosen = _units(slots, self.q_pos, 0, kv)
+        self.units_chosen = chosen if self.units_chosen is None else self.units_chosen + chosen
 
     def units_read(self, kv: Tensor) -> Tensor:
         """Table entries that the kernels were given, over all layers and KV heads so far, int64 [b].
@@ -111,13 +120,15 @@ class DecodeGroup:
 
 @dataclass
 class PrefillGroup:
-    """Rows ``start`` onwards: chunks of several queries. ``cu_q`` int32 [b + 1] counts from ``start``.
+    """Rows ``start`` to ``stop``: chunks of several queries. ``cu_q`` int32 [b + 1] counts from ``start``.
 
     ``q_span`` int32 [T, 2]: bidirectional spans of the queries, if there are any. ``counts`` and ``contexts`` [b]: the
     queries of each chunk and the tokens before it as the host knows them, if every sequence is stored in logical order.
+    ``kept`` as in ``DecodeGroup``.
     """
 
     start: int
+    stop: int
     tables: Tensor
     slots: Tensor
     cu_q: Tensor
@@ -127,47 +138,55 @@ class PrefillGroup:
     q_span: Tensor | None = None
     counts: list[int] = field(default_factory=list)
     contexts: list[int] = field(default_factory=list)
+    kept: KeptTables | None = None
 
 
 @dataclass
 class PagedStep:
-    """One engine step over the paged pool. ``slots`` int64 [slices, T] is where each token's K and V go."""
+    """One engine step over the paged pool. ``slots`` int64 [slices, T] is where each token's K and V go.
+
+    ``observed`` lists who wants to see queries: row of the first, row past the last, its position."""
 
     kv: Tensor
     plan: LayerPlan
     backend: str
     slots: Tensor
     decodes: list[DecodeGroup] = field(default_factory=list)
-    prefill: PrefillGroup | None = None
+    prefills: list[PrefillGroup] = field(default_factory=list)
+    observed: list[tuple[Observation, int, int, int]] = field(default_factory=list)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, traits: LayerTraits) -> Tensor:
         place = self.plan.places[layer]
         ops.append(k, v, self.kv, place.unit_layer, self.slots[place.slice], self.backend)
         outputs = [self._decode(group, layer, q[group.start : group.stop], traits) for group in self.decodes]
-        if self.prefill is not None:
-            outputs.append(self._prefill(self.prefill, layer, q[self.prefill.start :], traits))
+        outputs += [self._prefill(group, layer, q[group.start : group.stop], traits) for group in self.prefills]
+        for observation, start, stop, position in self.observed:
+            observation.take(layer, q[start:stop], position, traits)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _decode(self, group: DecodeGroup, layer: int, q: Tensor, traits: LayerTraits) -> Tensor:
         place = self.plan.places[layer]
         table, slots, unit_pos = group.tables[place.slice][None, :, None], group.slots, group.unit_pos
-        selection = None
+        kv, unit_layer, selection = self.kv, place.unit_layer, None
         if group.method is not None and group.pages is not None and not traits.window:
             group.pages.layer, group.pages.traits = layer, traits
             selection = group.method.select(q, group.pages)
-        if selection is None or group.pages is None:
+        if group.kept is not None and not traits.window:
+            kv, unit_layer = group.kept.kv, 0
+            table, slots, _ = group.kept.of_layer(layer)
+            group.count(slots, kv)
+        elif selection is None or group.pages is None:
             group.dense_windows[traits.window] += 1
         else:
             table, slots = group.method.resolve(selection, group.pages)  # type: ignore[union-attr]
-            chosen = _units(slots, group.q_pos, 0, self.kv)
-            group.units_chosen = chosen if group.units_chosen is None else group.units_chosen + chosen
+            group.count(slots, kv)
         if group.runs is not None and not traits.window:
             return ops.decode_shared(  # type: ignore[no-any-return]
                 q, self.kv, place.unit_layer, table, slots, group.q_pos, group.runs, traits.sinks,
                 traits.scale, traits.softcap, self.backend,
             )  # fmt: skip
         out, _, _ = ops.decode(
-            q, self.kv, place.unit_layer, table, slots, group.q_pos, unit_pos, traits.sinks,
+            q, kv, unit_layer, table, slots, group.q_pos, unit_pos, traits.sinks,
             traits.scale, traits.window, traits.softcap, False, False, self.backend,
         )  # fmt: skip
         if group.probe is not None and selection is not None:
@@ -176,11 +195,15 @@ class PagedStep:
 
     def _prefill(self, group: PrefillGroup, layer: int, q: Tensor, traits: LayerTraits) -> Tensor:
         place = self.plan.places[layer]
-        table = group.tables[place.slice][None, :, None]
+        kv, unit_layer, table = self.kv, place.unit_layer, group.tables[place.slice][None, :, None]
+        slots, unit_pos, counts, contexts = group.slots, group.unit_pos, group.counts, group.contexts
+        if group.kept is not None and not traits.window:
+            kv, unit_layer, counts, contexts = group.kept.kv, 0, [], []
+            table, slots, unit_pos = group.kept.of_layer(layer)
         out, _ = ops.prefill(
-            q, self.kv, place.unit_layer, table, group.slots, group.cu_q, group.q_pos, group.unit_pos, traits.sinks,
+            q, kv, unit_layer, table, slots, group.cu_q, group.q_pos, unit_pos, traits.sinks,
             traits.scale, traits.window, traits.softcap, group.max_q, False, self.backend,
-            q_span=group.q_span, counts=group.counts, contexts=group.contexts,
+            q_span=group.q_span, counts=counts, contexts=contexts,
         )  # fmt: skip
         return out  # type: ignore[no-any-return]
 

@@ -12,6 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from octavo.core.compression.kept_tables import KeptTables
+from octavo.core.compression.observation import Observation
 from octavo.core.config import EngineConfig
 from octavo.core.costs import dense_units
 from octavo.core.encoding.encoded_items import EncodedItems
@@ -236,6 +238,11 @@ class StepRunner:
                 sequence.digest_bytes_read += elements[row] * self.kv.element_size()
 
     @property
+    def tables(self) -> DeviceTables:
+        """The block tables on the device, as the last step has left them."""
+        return self._tables
+
+    @property
     def digest_bytes(self) -> int:
         return sum(store.nbytes for store in self._digests.values())
 
@@ -264,23 +271,23 @@ class StepRunner:
             group = list(grouped)
             step.decodes.append(self._decode_group(group, start))
             start += len(group)
-        several = chunks[len(singles) :]
-        if several:
-            tables, slot_counts, unit_pos = self._tables_of(several)
-            counts = [chunk.count for chunk in several]
-            step.prefill = PrefillGroup(
-                start=start,
-                tables=tables,
-                slots=slot_counts,
-                cu_q=self._to_device(np.cumsum([0, *counts], dtype=np.int32)),
-                q_pos=self._to_device(np.concatenate([np.arange(c.start, c.end, dtype=np.int32) for c in several])),
-                max_q=max(counts),
-                unit_pos=unit_pos,
-                q_span=self._items.spans(several),
-                counts=counts,
-                contexts=[chunk.start for chunk in several],
-            )
+        for _, grouped in groupby(chunks[len(singles) :], key=self._packing):
+            group = list(grouped)
+            step.prefills.append(self._prefill_group(group, start))
+            start += sum(chunk.count for chunk in group)
+        self._observe(step, chunks)
         return step, rows
+
+    def _observe(self, step: PagedStep, chunks: list[Chunk]) -> None:
+        """Have the queries kept that compressors want to see."""
+        first = 0
+        for chunk in chunks:
+            sequence = chunk.sequence
+            if sequence.points and chunk.end >= min(sequence.due.at, sequence.due.at - sequence.due.window + 1):
+                if sequence.observation is None or sequence.observation.point != sequence.due:
+                    sequence.observation = Observation(sequence.due, self._model.spec, self.kv.device)
+                step.observed.append((sequence.observation, first, first + chunk.count, chunk.start))
+            first += chunk.count
 
     def _slots(self, chunk: Chunk) -> NDArray[np.int64]:
         """Where the K and V of a chunk go, int64 [slices, count]: a slot of the pool in every slice."""
@@ -290,12 +297,38 @@ class StepRunner:
         entry, offset = np.divmod(layout.slots(chunk.start, chunk.end), layout.unit_tokens)
         return units[:, entry - layout.first_entry(first_page)].astype(np.int64) * layout.unit_tokens + offset
 
+    def _prefill_group(self, chunks: list[Chunk], start: int) -> PrefillGroup:
+        tables, slots, unit_pos = self._tables_of(chunks)
+        counts = [chunk.count for chunk in chunks]
+        return PrefillGroup(
+            start=start,
+            stop=start + sum(counts),
+            tables=tables,
+            slots=slots,
+            cu_q=self._to_device(np.cumsum([0, *counts], dtype=np.int32)),
+            q_pos=self._to_device(np.concatenate([np.arange(c.start, c.end, dtype=np.int32) for c in chunks])),
+            max_q=max(counts),
+            unit_pos=unit_pos,
+            q_span=self._items.spans(chunks),
+            counts=counts,
+            contexts=[chunk.start for chunk in chunks],
+            kept=self._kept_tables(chunks),
+        )
+
+    def _kept_tables(self, chunks: list[Chunk]) -> KeptTables | None:
+        """The tables of compressed sequences; none of the others are in a group with them."""
+        sequences = [chunk.sequence for chunk in chunks]
+        if sequences[0].kept is None:
+            return None
+        return KeptTables.of(self.kv, self._plan, self.tables, sequences, [chunk.end for chunk in chunks])
+
     def _decode_group(self, chunks: list[Chunk], start: int) -> DecodeGroup:
         tables, slots, unit_pos = self._tables_of(chunks)
         q_pos = self._to_device(np.array([chunk.start for chunk in chunks], np.int32))
         method = self._method(chunks[0])
         group = DecodeGroup(start, start + len(chunks), tables, slots, q_pos, unit_pos, method)
-        if self._runs is not None and method is None and unit_pos is None:
+        group.kept = self._kept_tables(chunks)
+        if self._runs is not None and method is None and unit_pos is None and group.kept is None:
             shared = self._runs.find([(chunk.sequence, chunk.start) for chunk in chunks])
             if shared is not None:
                 group.runs, group.slots_spared = self._to_device(shared.groups), shared.spared
@@ -355,11 +388,13 @@ class StepRunner:
         return (start - span.start) % self.probe.every == 0
 
     def _packing(self, chunk: Chunk) -> tuple[int, int]:
-        """Dense decodes, then one group a method, then longer chunks; the order within a group is kept."""
+        """Dense decodes, then those of compressed sequences, then one group a method, then longer chunks, likewise; the
+        order within a group is kept."""
+        compressed = int(chunk.sequence.kept is not None)
         if chunk.count > 1:
-            return 2, 0
+            return 2, compressed
         method = self._method(chunk)
-        return (0, 0) if method is None else (1, id(method))
+        return (0, compressed) if method is None else (1, id(method))
 
     def _tables_of(self, chunks: list[Chunk]) -> tuple[Tensor, Tensor, Tensor | None]:
         """Tables int32 [slices, b, M], slot counts int32 [1, b, 1] and, if some sequence needs them, the positions of

@@ -19,7 +19,8 @@ def check_engine(engine: Engine) -> None:
     scheduler.check()
     engine._items.check()
     holders = [*scheduler.running, *scheduler.parked]
-    check_tables((table for sequence in holders for table in sequence.tables), pool)
+    check_tables((table for sequence in holders for table in sequence.tables), pool, engine._compaction.split.units)
+    engine._compaction.check(holders)
     live = {s for request in engine._requests.values() for s in request.sequences if s.finish_reason is None}
     queued = {*scheduler.waiting, *scheduler.running}
     if live != queued:

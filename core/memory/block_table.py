@@ -192,8 +192,9 @@ class BlockTable:
         return leaf
 
 
-def check_tables(tables: Iterable[BlockTable], pool: PagePool) -> None:
-    """Recount what tables hold: leaves by tables, and pages by distinct leaves."""
+def check_tables(tables: Iterable[BlockTable], pool: PagePool, split: Units | None = None) -> None:
+    """Recount what tables hold: leaves by tables, and pages by distinct leaves. ``split`` units are held once, by who
+    deals in their runs."""
     holders: Counter[int] = Counter()
     leaves: dict[int, Leaf] = {}
     for table in tables:
@@ -206,6 +207,8 @@ def check_tables(tables: Iterable[BlockTable], pool: PagePool) -> None:
             holders[id(leaf)] += 1
             leaves[id(leaf)] = leaf
     refs = np.zeros_like(pool.refs)
+    if split is not None:
+        refs[split] = 1
     for key, leaf in leaves.items():
         if leaf.tables != holders[key]:
             raise AssertionError(f"a leaf counts {leaf.tables} tables, {holders[key]} hold it")

@@ -1,0 +1,259 @@
+"""Carries out what a compressor decides."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from octavo.core.compression.kept_set import KeptSet
+from octavo.core.compression.kept_tables import KeptTables, pack_runs, slab_pool
+from octavo.core.compression.split_units import Slabs, SplitUnits
+from octavo.core.execution.step_runner import StepRunner
+from octavo.core.hf_model import HFModel
+from octavo.core.interfaces import Compressor, LayerTraits, ModelSpec
+from octavo.core.memory.host_tier import HostTier
+from octavo.core.memory.layer_groups import LayerPlan
+from octavo.core.memory.page_pool import PagePool
+from octavo.core.scheduler import Scheduler
+from octavo.core.sequence import Sequence
+from octavo.core.uploads import upload
+from octavo.kernels import ops
+from octavo.kernels.layout import MAX_UNITS
+
+
+class Compaction:
+    """Compresses sequences when they are due, between the forward pass that computes the last token in front of the
+    decision and the drawing of the next.
+
+    1. The compressor sees K and V of every layer without a window, in whole, and says which tokens of each KV head it
+       keeps. The open page stays as it is.
+    2. Where it drops: K and V of what is kept are read; the pages go back to the pool, whose exact ones stay findable;
+       runs are taken, which the pages that have gone make room for unless others share them; K and V are written.
+       Pages are read only, so whoever shares them notices nothing.
+    3. Where it does not: the entries of the kept pages are listed, and nothing else changes.
+
+    Keys keep the positions that they were rotated by, and tokens to come count on from where the sequence is.
+    """
+
+    def __init__(
+        self,
+        model: HFModel,
+        runner: StepRunner,
+        pool: PagePool,
+        plan: LayerPlan,
+        scheduler: Scheduler,
+        host: HostTier | None,
+    ) -> None:
+        self._model = model
+        self._runner = runner
+        self._pool = pool
+        self._plan = plan
+        self._scheduler = scheduler
+        self._host = host
+        self.split = SplitUnits(pool, plan.unit_layers, model.spec.kv_heads)
+
+    def validate(self, compressor: Compressor) -> None:
+        """Refuse, with a ValueError, what this engine cannot compress."""
+        windows = self._model.spec.windows
+        if any(windows) and len(self._plan.groups) == 1 and not all(windows):
+            raise ValueError(
+                f"{self._model.spec.name} has layers with a window and layers without, which only tables of their own "
+                "let go of different tokens; set layer_groups=True"
+            )
+        slabs = (self._pool.most_units + 1) * self._plan.unit_layers
+        if slabs > MAX_UNITS:
+            raise ValueError(
+                f"a pool of {self._pool.most_units} units of {self._plan.unit_layers} layers is {slabs} pieces, and a "
+                f"table of each layer and head can name {MAX_UNITS}; lower pool_tokens"
+            )
+        if compressor.every and compressor.window > compressor.every:
+            raise ValueError(
+                f"a window of {compressor.window} queries is longer than the {compressor.every} tokens between two "
+                "compressions; lower window, or raise every"
+            )
+
+    def run(self, sequences: Iterable[Sequence]) -> None:
+        """Compress those that have come to where they are due."""
+        for sequence in sequences:
+            compressing = sequence.points and sequence.computed == sequence.due.at
+            if compressing and sequence in self._scheduler.running:
+                with torch.inference_mode():
+                    self._compress(sequence)
+
+    def _compress(self, sequence: Sequence) -> None:
+        request, end = sequence.request, sequence.layout.first_token(sequence.layout.full_pages(sequence.computed))
+        compressor, observation = request.compressor, sequence.observation
+        assert compressor is not None and observation is not None, "the chunk that came here was observed"
+        context = SequenceContext(self._model, self._runner, self._plan, sequence, compressor)
+        kept = None if self._plan.groups[0].window else compressor.keep(context)
+        sequence.observation, sequence.compressed = None, sequence.computed
+        if kept is None or end == 0:
+            return
+        closed = (context.positions >= 0) & (context.positions < end)  # bool [L, Hkv, N]
+        wanted = kept.tokens & closed
+        if torch.equal(wanted, closed):
+            return
+        order = (~wanted).long().argsort(dim=2, stable=True)[..., : max(1, int(wanted.sum(2).max()))]
+        meant = wanted.gather(2, order)
+        positions = context.positions.expand_as(wanted).gather(2, order).masked_fill(~meant, -1)
+        carry = None if kept.carry is None else kept.carry.gather(2, order).masked_fill(~meant, 0.0)
+        move = self._drop if compressor.drops else self._hide
+        move(sequence, context, end, order, positions, carry)
+
+    def _drop(
+        self,
+        sequence: Sequence,
+        context: SequenceContext,
+        end: int,
+        order: Tensor,
+        positions: Tensor,
+        carry: Tensor | None,
+    ) -> None:
+        """Keep the tokens ``order`` int64 [L, Hkv, n] of the context, where ``positions`` are no padding."""
+        tokens = (positions >= 0).sum(2).cpu().numpy()  # [L, Hkv]
+        runs = -(-tokens // sequence.layout.unit_tokens)
+        moved = [context.gathered(number, order[number]) for number in range(len(order))]
+        before, sequence.kept = sequence.kept, None
+        sequence.table.drop_before(sequence.layout.page_of(end))
+        if before is not None:
+            before.release()
+        if not self._scheduler.make_room(lambda: self.split.units_for(runs.sum(0)), sequence):
+            return
+        by_head = self.split.allocate(runs.sum(0))
+        if self._host is not None:
+            self._host.copy_out(self._runner.kv)  # what was evicted just now, before it is written over
+        slabs = np.zeros((*runs.shape, max(1, int(runs.max()))), np.int64)
+        slabs.transpose(1, 0, 2)[np.arange(slabs.shape[2]) < runs.T[..., None]] = np.concatenate(by_head)
+        self._write(moved, upload(slabs, self._runner.kv.device), positions)
+        entries = pack_runs(slabs, tokens, sequence.layout.unit_tokens)
+        sequence.kept = self._kept(end, entries, runs, positions, carry, by_head)
+
+    def _write(self, moved: list[tuple[Tensor, Tensor]], slabs: Tensor, positions: Tensor) -> None:
+        """Put K and V [Hkv, n, D] of each layer into runs of ``slabs`` int64 [L, Hkv, M], but for padding."""
+        pool = slab_pool(self._runner.kv)
+        unit_tokens = pool.shape[4]
+        for number, (keys, values) in enumerate(moved):
+            head, token = (positions[number] >= 0).nonzero(as_tuple=True)
+            slab = slabs[number][head, token // unit_tokens]
+            pool[slab, 0, 0, head, token % unit_tokens] = keys[head, token]
+            pool[slab, 0, 1, head, token % unit_tokens] = values[head, token]
+
+    def _hide(
+        self,
+        sequence: Sequence,
+        context: SequenceContext,
+        end: int,
+        order: Tensor,
+        positions: Tensor,
+        carry: Tensor | None,
+    ) -> None:
+        """The same, where the tokens are whole pages: every unit's first is one of ``order``."""
+        unit_tokens = sequence.layout.unit_tokens
+        table = context.tables.tables[:, 0]  # [L, H, M]
+        entries = table.expand(-1, order.shape[1], -1).gather(2, order[..., ::unit_tokens] // unit_tokens)
+        tokens = (positions >= 0).sum(2).cpu().numpy()
+        assert not (tokens % unit_tokens).any(), "a compressor that does not drop keeps whole pages"
+        before = sequence.kept
+        sequence.kept = self._kept(end, entries.cpu().numpy(), tokens // unit_tokens, positions, carry, None)
+        if before is not None:
+            before.release()
+
+    def _kept(
+        self,
+        end: int,
+        entries: NDArray[np.int32],
+        counts: NDArray[np.int64],
+        positions: Tensor,
+        carry: Tensor | None,
+        slabs: list[Slabs] | None,
+    ) -> KeptSet:
+        device, counts = self._runner.kv.device, counts.astype(np.int32)
+        return KeptSet(end, upload(entries, device), upload(counts, device), positions, carry, slabs, self.split)
+
+    def check(self, holders: Iterable[Sequence]) -> None:
+        """Recount who holds which kept set and which runs."""
+        sets: dict[int, KeptSet] = {}
+        held: dict[int, int] = {}
+        for sequence in holders:
+            if sequence.kept is not None:
+                sets[id(sequence.kept)] = sequence.kept
+                held[id(sequence.kept)] = held.get(id(sequence.kept), 0) + 1
+        for key, kept in sets.items():
+            if kept.holders != held[key]:
+                raise AssertionError(f"a kept set counts {kept.holders} holders, {held[key]} hold it")
+        self.split.check([kept.slabs for kept in sets.values() if kept.slabs is not None])
+
+
+@dataclass
+class _Layer:
+    """``interfaces.LayerContext``."""
+
+    layer: int
+    traits: LayerTraits
+    positions: Tensor
+    keys: Tensor
+    values: Tensor
+    queries: Tensor
+    carried: Tensor
+    module: nn.Module
+
+
+class SequenceContext:
+    """``interfaces.Context`` of a sequence in the pool."""
+
+    def __init__(
+        self, model: HFModel, runner: StepRunner, plan: LayerPlan, sequence: Sequence, compressor: Compressor
+    ) -> None:
+        layout = sequence.layout
+        self.tokens = sequence.computed
+        self.open_tokens = self.tokens - layout.first_token(layout.full_pages(self.tokens))
+        self.page_tokens = layout.page_slots(0)
+        self.layers = plan.groups[0].layers
+        self.spec: ModelSpec = model.spec
+        self._model = model
+        self._runner = runner
+        self._observation = sequence.observation
+        self._kept = sequence.kept
+        self.tables = KeptTables.of(runner.kv, plan, runner.tables, [sequence], [self.tokens])
+        self.positions = self._positions()
+
+    def _positions(self) -> Tensor:
+        """int64 [L, Hkv, N]: those of what was kept, then all since."""
+        kept, device, heads = self._kept, self._runner.kv.device, self.spec.kv_heads
+        since = torch.arange(0 if kept is None else kept.end, self.tokens, device=device)
+        if kept is None:
+            return since.expand(len(self.layers), heads, -1)
+        count = (kept.positions >= 0).sum(2, keepdim=True)
+        at = torch.arange(kept.positions.shape[2] + len(since), device=device) - count  # [L, Hkv, N]
+        old = torch.nn.functional.pad(kept.positions, (0, len(since)), value=-1)
+        new = since[at.clamp(0, len(since) - 1)].masked_fill(at >= len(since), -1)
+        return old.where(at < 0, new)
+
+    def layer(self, number: int) -> _Layer:
+        at = self.layers.index(number)
+        keys, values = self._read(at)
+        carried = torch.zeros(keys.shape[:2], device=keys.device)
+        if self._kept is not None and self._kept.carry is not None:
+            carried[:, : self._kept.carry.shape[2]] = self._kept.carry[at]
+        observation = self._observation
+        assert observation is not None
+        return _Layer(
+            number, observation.traits[number], self.positions[at], keys, values, observation.queries[number], carried,
+            self._model.attention(number),
+        )  # fmt: skip
+
+    def gathered(self, at: int, order: Tensor) -> tuple[Tensor, Tensor]:
+        """K and V [Hkv, n, D] of some tokens int64 [Hkv, n] of the ``at``-th layer."""
+        wide = order[..., None].expand(-1, -1, self.spec.head_dim)
+        keys, values = self._read(at)
+        return keys.gather(1, wide), values.gather(1, wide)
+
+    def _read(self, at: int) -> tuple[Tensor, Tensor]:
+        table, slots, _ = self.tables.of_layer(self.layers[at])
+        keys, values = ops.gather(self.tables.kv, 0, table, slots, self.positions.shape[2], self._runner.backend)
+        return keys[0], values[0]

@@ -1,0 +1,210 @@
+"""Methods that decide once, when the prompt is computed, which tokens each layer and KV head keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import ClassVar, Literal, cast
+
+import torch
+from torch import Tensor
+
+from octavo.core.interfaces import (
+    Budget,
+    Context,
+    Digest,
+    Kept,
+    LayerContext,
+    ModelSpec,
+    PagesRead,
+    PageView,
+    Selection,
+    TokenScorer,
+)
+from octavo.sparse.checks import check_integer
+from octavo.sparse.keep import Keep
+from octavo.sparse.ranking import kept_first
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """What a budget asks of pages, of tokens that are to be kept or not: each is a page of ``page_tokens``."""
+
+    layer: int
+    layers: int
+    page_tokens: int
+    max_pages: int
+    n_pages: Tensor
+
+
+@dataclass(frozen=True)
+class Evicting:
+    """Joins the parts that a YAML file names to a method that keeps some tokens for good, and reads all of those.
+
+    When the prompt is computed, for each layer: the *scorer* rates the tokens of each KV head, the *budget* says how
+    many each head keeps, and those that *keep* names and the best are kept. From then on decoding reads what was kept
+    and everything since.
+
+    A sequence that fits the budget of a layer keeps everything there.
+
+    Attributes:
+        grain: what is kept or not: a "token", or a "page", whose score is the mean of its tokens'. A budget in tokens
+            is exact for tokens, and rounds up to whole pages for pages. The open page is kept, and counts.
+        placement: "drop" gives the memory of what is not kept back; "visible" only hides it, and moves nothing, so it
+            takes whole pages. Both keep the same pages and give the same tokens.
+        every: tokens after which the method decides again, over what it has kept and all since; 0: never.
+        dense_layers: layers that keep everything.
+    """
+
+    name: str
+    scorer: TokenScorer
+    budget: Budget
+    keep: Keep = field(default_factory=Keep)
+    grain: Literal["token", "page"] = "token"
+    placement: Literal["drop", "visible"] = "drop"
+    every: int = 0
+    dense_layers: Sequence[int] = ()
+
+    digest: ClassVar[Digest | None] = None
+    draws: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dense_layers", tuple(self.dense_layers))
+        check_integer("every", self.every, 0)
+        if self.grain not in ("token", "page"):
+            raise ValueError(f"{self.name}: grain must be 'token' or 'page', got {self.grain!r}")
+        if self.placement not in ("drop", "visible"):
+            raise ValueError(f"{self.name}: placement must be 'drop' or 'visible', got {self.placement!r}")
+        if self.placement == "visible" and self.grain == "token":
+            raise ValueError(
+                f"{self.name}: placement=visible moves nothing, and a block table lists whole units; set grain=page, "
+                "or placement=drop, which brings single tokens together"
+            )
+
+    @property
+    def compressor(self) -> _Eviction:
+        """What the engine asks, when the prompt is computed."""
+        return _Eviction(self)
+
+    @cached_property
+    def provenance(self) -> str:
+        return repr(self)
+
+    def reads_all(self, tokens: int, spec: ModelSpec, page_tokens: int) -> bool:
+        return True
+
+    def validate(self, spec: ModelSpec, page_tokens: int) -> None:
+        outside = [layer for layer in self.dense_layers if not 0 <= layer < spec.layers]
+        if outside:
+            raise ValueError(
+                f"{self.name}: dense_layers {outside} are not among the {spec.layers} layers of {spec.name}"
+            )
+        if self.budget.needs_shares and not self.scorer.shares:
+            raise ValueError(
+                f"{self.name}: {self.budget} divides shares of attention, and the scores of {self.scorer} are none"
+            )
+        grain = self.grain_tokens(page_tokens)
+        kept = self.keep.pages(grain)
+        if self.grain == "token":  # the open page may be full but for one token, and is recent
+            kept = self.keep.sink_tokens + max(self.keep.recent_tokens, page_tokens)
+        sparse = [layer for layer, window in enumerate(spec.windows) if not window and layer not in self.dense_layers]
+        least = min((self.budget.pages(layer, spec.layers, grain) for layer in sparse), default=kept)
+        if kept > least:
+            raise ValueError(
+                f"{self.name}: {self.keep} and the open page of {page_tokens} tokens are {kept * grain} tokens, but "
+                f"the budget is {least * grain}; raise it, or keep less"
+            )
+
+    def select(self, q: Tensor, pages: PageView) -> Selection | None:
+        return None
+
+    def resolve(self, selection: Selection, pages: PageView) -> tuple[Tensor, Tensor]:
+        return pages.gather(selection)
+
+    def predict(self, tokens: int, layer: int, spec: ModelSpec, page_tokens: int) -> PagesRead:
+        return PagesRead(-(-tokens // page_tokens), 0)
+
+    def grain_tokens(self, page_tokens: int) -> int:
+        return page_tokens if self.grain == "page" else 1
+
+
+@dataclass(frozen=True)
+class _Eviction:
+    """``interfaces.Compressor`` of a method."""
+
+    method: Evicting
+
+    @property
+    def window(self) -> int:
+        return self.method.scorer.window
+
+    @property
+    def every(self) -> int:
+        return self.method.every
+
+    @property
+    def drops(self) -> bool:
+        return self.method.placement == "drop"
+
+    def keep(self, context: Context) -> Kept | None:
+        method, grain = self.method, self.method.grain_tokens(context.page_tokens)
+        masks, carried = [], []
+        for number in context.layers:
+            layer = context.layer(number)
+            if number in method.dense_layers:
+                masks.append(torch.ones_like(layer.positions, dtype=torch.bool))
+                scores = layer.carried
+            else:
+                scores = method.scorer.score(layer, context)
+                masks.append(self._layer(layer, context, scores, grain))
+            carried.append(scores)
+        return Kept(torch.stack(masks), torch.stack(carried) if method.scorer.carries else None)
+
+    def _layer(self, layer: LayerContext, context: Context, scores: Tensor, grain: int) -> Tensor:
+        """bool [Hkv, N] of what one layer keeps.
+
+        1. Tokens are put together to candidates of ``grain`` tokens, each with the mean of its tokens' scores.
+        2. Sinks, recent tokens and the open page go first; padding is no candidate.
+        3. The budget is divided among the heads, and each keeps its best. Equal scores go to the earlier candidate.
+        """
+        keep, width = self.method.keep, layer.positions.shape[1]
+        positions = _grouped(layer.positions, grain, -1)  # [Hkv, P, grain]
+        exists = positions >= 0
+        scores = (_grouped(scores, grain, 0.0).where(exists, 0.0)).sum(2) / exists.sum(2).clamp(min=1)
+        recent = max(keep.recent_tokens, context.open_tokens)
+        first = exists & ((positions < keep.sink_tokens) | (positions >= context.tokens - recent))
+        scores = scores.nan_to_num(nan=torch.finfo(torch.float32).min)
+        scores = scores.masked_fill(first.any(2), torch.inf)
+        count = exists.any(2).sum(1)  # [Hkv]
+        # Budgets ask no more of pages than this.
+        candidates = cast(
+            PageView,
+            Candidates(layer.layer, context.spec.layers, grain, scores.shape[1], count.amax()[None].to(torch.int32)),
+        )
+        nothing = torch.zeros((1, scores.shape[1]), dtype=torch.bool, device=scores.device)
+        scores = scores.where(exists.any(2), -torch.inf)[None]
+        budget = self.method.budget.pages(layer.layer, context.spec.layers, grain)
+        granted = self.method.budget.allocate(scores, nothing, candidates)[0].where(count > budget, count)
+        order = kept_first(scores, nothing, candidates)[0].argsort(dim=1, descending=True, stable=True)
+        best = torch.arange(order.shape[1], device=order.device) < granted[:, None]
+        chosen = torch.zeros_like(best).scatter(1, order, best)
+        return chosen.repeat_interleave(grain, 1)[:, :width]
+
+    def kept_units(self, tokens: int, layer: int, spec: ModelSpec, page_tokens: int, unit_tokens: int) -> int:
+        method, grain = self.method, self.method.grain_tokens(page_tokens)
+        closed = tokens // page_tokens * page_tokens
+        budget = method.budget.pages(layer, spec.layers, grain)
+        if layer in method.dense_layers or -(-tokens // grain) <= budget:
+            return closed // unit_tokens * spec.kv_heads
+        kept = (budget - -(-(tokens - closed) // grain)) * grain
+        if method.budget.most(layer, spec.layers, grain, spec.kv_heads) == budget:
+            return -(-kept // unit_tokens) * spec.kv_heads
+        # Heads share the budget: each may leave one unit partly filled.
+        return min(closed // unit_tokens * spec.kv_heads, kept * spec.kv_heads // unit_tokens + spec.kv_heads)
+
+
+def _grouped(values: Tensor, grain: int, fill: float) -> Tensor:
+    """``values`` [Hkv, N] as [Hkv, P, grain]."""
+    missing = -values.shape[1] % grain
+    return torch.nn.functional.pad(values, (0, missing), value=fill).view(len(values), -1, grain)

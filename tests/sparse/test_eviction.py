@@ -1,0 +1,355 @@
+"""The contract of every method that drops tokens, on one table that is read from ``configs/sparse``."""
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from octavo.core import SamplingParams
+from octavo.core.costs import predict_decode
+from octavo.core.scheduler import StepPlan
+from octavo.scripts.build import method
+
+from .eviction_cases import EVICTING, PAGES, VISIBLE, evicting
+from .method_cases import PROMPT
+from .method_cases import make as selecting
+
+KINDS = {"token": {}, "page": PAGES, "visible": VISIBLE}
+CASES = [*((name, "token") for name in EVICTING), ("snapkv", "page"), ("snapkv", "visible"), ("knorm_drop", "page")]
+OTHER = random.Random(1).choices(range(3, 128), k=40)
+
+
+@pytest.fixture(scope="module")
+def model(make_llama):
+    return make_llama(num_hidden_layers=3)
+
+
+def params(**kwargs):
+    return SamplingParams(**{"max_tokens": 12, "ignore_eos": True, "seed": 1, **kwargs})
+
+
+def run(engine, drain, requests, **options):
+    """``requests``: id -> (prompt, params, method)."""
+    for request_id, (prompt, sampling, one) in requests.items():
+        engine.submit(prompt, sampling, method=one, request_id=request_id, **options)
+    return drain(engine).completions
+
+
+def alone(engine, drain, chosen, prompt=PROMPT, **sampling):
+    options = {key: sampling.pop(key) for key in ("unseen_tokens",) if key in sampling}
+    return run(engine, drain, {"a": (prompt, params(**sampling), chosen)}, **options)["a"].samples[0]
+
+
+def retained(model, prompt, positions, tokens):
+    """Greedy tokens and their log-probabilities of transformers itself, after a dense prefill of which each layer and
+    head keeps the ``positions`` int64 [L, Hkv, n]."""
+    from transformers import DynamicCache
+
+    cache = DynamicCache()
+    with torch.inference_mode():
+        logits = model(torch.tensor([prompt]), past_key_values=cache, use_cache=True).logits[0, -1]
+        for layer, kept in zip(cache.layers, positions, strict=True):
+            wide = kept[None, :, :, None].expand(1, -1, -1, layer.keys.shape[3])
+            layer.keys, layer.values = layer.keys.gather(2, wide), layer.values.gather(2, wide)
+        drawn, logprobs = [], []
+        for step in range(tokens):
+            drawn.append(int(logits.argmax()))
+            logprobs.append(float(logits.log_softmax(-1).max()))
+            at = torch.tensor([[len(prompt) + step]])
+            logits = model(
+                torch.tensor([drawn[-1:]]), past_key_values=cache, position_ids=at, cache_position=at[0], use_cache=True
+            ).logits[0, -1]
+    return drawn, logprobs
+
+
+@pytest.mark.parametrize("name", EVICTING)
+def test_a_full_budget_is_dense_bit_for_bit(name, model, engine_for, drain):
+    dense = alone(engine_for(model), drain, None, logprobs=1)
+    full = alone(engine_for(model), drain, evicting(name, 2000), logprobs=1)
+    assert full.logprobs == dense.logprobs and full.kv_bytes_read == dense.kv_bytes_read
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("name", EVICTING)
+def test_br55_what_is_kept_is_attended_to_at_its_own_positions(name, backend, model, engine_for, drain):
+    """Dense attention over the retained (token, position) pairs, computed by transformers."""
+    engine = engine_for(model, backend=backend)
+    engine.submit(PROMPT, params(logprobs=0), method=evicting(name), request_id="a")
+    engine.step()
+    (sequence,) = engine._scheduler.running
+    kept = sequence.kept.positions
+    if len({int(n) for n in (kept >= 0).sum(2).flatten()}) > 1:
+        pytest.skip("transformers cannot keep a different number in each head")
+    opened = torch.arange(sequence.kept.end, len(PROMPT)).expand(*kept.shape[:2], -1)
+    tokens, logprobs = retained(model, PROMPT, torch.cat([kept, opened], 2), 12)
+    sample = drain(engine).completions["a"].samples[0]
+    assert sample.token_ids == tokens
+    got = [entry[token] for entry, token in zip(sample.logprobs, tokens, strict=True)]
+    assert got == pytest.approx(logprobs, abs=5e-4)
+
+
+@pytest.mark.parametrize("name", EVICTING)
+def test_hidden_and_dropped_pages_give_the_same_bits(name, model, engine_for, drain):
+    visible = alone(engine_for(model), drain, evicting(name, **VISIBLE), logprobs=2)
+    dropped = alone(engine_for(model), drain, evicting(name, **PAGES), logprobs=2)
+    dense = alone(engine_for(model), drain, None, logprobs=2)
+    assert visible.logprobs == dropped.logprobs != dense.logprobs
+    assert visible.kv_bytes_read == dropped.kv_bytes_read < dense.kv_bytes_read
+
+
+@pytest.mark.parametrize("kind, page_tokens", [("token", 4), ("token", 12), ("page", 12), ("visible", 4)])
+@pytest.mark.parametrize("name", EVICTING)
+def test_predicted_bytes_are_the_counted_ones(name, kind, page_tokens, model, engine_for, drain):
+    parts = KINDS[kind]
+    chosen = evicting(name, 5 * page_tokens, **parts, dense_layers=[0])
+    prompt = PROMPT * 2
+    engine = engine_for(model, page_tokens=page_tokens, pool_tokens=60 * page_tokens)
+    sample = alone(engine, drain, chosen, prompt, max_tokens=30)
+    cost = predict_decode(
+        engine.spec, chosen, prompt_tokens=len(prompt), new_tokens=30, page_tokens=page_tokens,
+        unit_tokens=engine.config.unit_tokens, itemsize=4,
+    )  # fmt: skip
+    dense = predict_decode(
+        engine.spec, None, prompt_tokens=len(prompt), new_tokens=30, page_tokens=page_tokens,
+        unit_tokens=engine.config.unit_tokens, itemsize=4,
+    )  # fmt: skip
+    uniform = chosen.budget.most(1, 3, page_tokens, 2) == chosen.budget.pages(1, 3, page_tokens)
+    if uniform or parts:
+        assert sample.kv_bytes_read == cost.kv_bytes
+    else:  # heads share a budget of tokens
+        assert 0.8 * cost.kv_bytes <= sample.kv_bytes_read <= cost.kv_bytes
+    assert cost.kv_bytes < 0.9 * dense.kv_bytes and sample.decode_steps == cost.steps == 29
+
+
+@pytest.mark.parametrize("name", EVICTING)
+def test_dropped_units_are_free_for_others(name, model, engine_for, drain):
+    """Without a prefix cache, which would hold on to them: what is held is what was predicted."""
+    held = {}
+    for placement, parts in (("dense", None), ("visible", VISIBLE), ("drop", PAGES)):
+        engine = engine_for(model, prefix_cache=False)
+        engine.submit(PROMPT, params(), method=parts and evicting(name, **parts), request_id="a")
+        engine.step()
+        (sequence,) = engine._scheduler.running
+        held[placement] = engine.stats().units_held
+        if placement == "drop":
+            runs = np.concatenate(sequence.kept.slabs)
+            assert len(runs) == int(sequence.kept.counts.sum())
+            assert engine._compaction.split.free_runs == 6 * len(sequence.kept.units) - len(runs)
+        drain(engine)
+        assert engine.stats().units_held == 0 and not len(engine._compaction.split.units)
+    assert held["dense"] == held["visible"] == 12 and held["drop"] < 9
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_a_mixed_batch_equals_singles(backend, model, engine_for, drain, assert_idle):
+    chosen = {f"{name} {kind}": evicting(name, **KINDS[kind]) for name, kind in CASES}
+    chosen |= {"dense": None, "quest": selecting("quest"), "streaming": selecting("streaming")}
+    singles = {n: alone(engine_for(model, backend=backend), drain, one) for n, one in chosen.items()}
+    engine = engine_for(model, backend=backend, max_seqs=64, pool_tokens=3000)
+    together = run(engine, drain, {name: (PROMPT, params(), one) for name, one in chosen.items()})
+    for name, single in singles.items():
+        sample = together[name].samples[0]
+        assert (name, sample.token_ids, sample.kv_bytes_read) == (name, single.token_ids, single.kv_bytes_read)
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize("name, kind", CASES)
+class TestWhatDoesNotMatter:
+    def test_how_the_prompt_is_cut(self, name, kind, model, engine_for, drain):
+        chosen = evicting(name, **KINDS[kind])
+        whole = alone(engine_for(model), drain, chosen, logprobs=0)
+        for step_tokens in (1, 7, 16):
+            cut = alone(engine_for(model, step_tokens=step_tokens), drain, chosen, logprobs=0)
+            assert cut.token_ids == whole.token_ids
+
+    def test_who_is_preempted_and_where_units_lie(self, name, kind, model, engine_for, drain, assert_idle):
+        chosen = evicting(name, **KINDS[kind])
+        single = alone(engine_for(model), drain, chosen).token_ids
+        engine = engine_for(model, pool_tokens=25 * 4, allocator="first_fit")
+        requests = {"b": (OTHER, params(max_tokens=24), None), "a": (PROMPT, params(), chosen)}
+        for request_id, (prompt, sampling, one) in requests.items():
+            engine.submit(prompt, sampling, method=one, request_id=request_id)
+        for _ in range(4):
+            engine.step()
+            engine.check()
+        for sequence in list(engine._scheduler.running):
+            engine._scheduler._preempt(sequence, StepPlan())
+            engine.check()
+        assert drain(engine).completions["a"].samples[0].token_ids == single
+        assert engine.stats().preemptions > 0
+        assert_idle(engine)
+
+    def test_what_its_pages_held_before(self, name, kind, model, engine_for, drain):
+        chosen = evicting(name, **KINDS[kind])
+        single = alone(engine_for(model), drain, chosen).token_ids
+        engine = engine_for(model, pool_tokens=100)
+        for seed in range(3):
+            alone(engine, drain, chosen, random.Random(seed).choices(range(3, 128), k=50))
+        assert alone(engine, drain, chosen).token_ids == single
+
+    def test_whether_samples_share_what_is_kept(self, name, kind, model, engine_for, drain, assert_idle):
+        chosen = evicting(name, **KINDS[kind])
+        sampling = {"temperature": 0.9, "max_tokens": 10}
+        engine = engine_for(model)
+        forked = run(engine, drain, {"a": (PROMPT, params(n=3, seed=5, **sampling), chosen)})["a"]
+        singles = [alone(engine_for(model), drain, chosen, seed=5 + i, **sampling).token_ids for i in range(3)]
+        assert [sample.token_ids for sample in forked.samples] == singles
+        assert_idle(engine)
+
+    def test_whether_the_prompt_was_cached(self, name, kind, model, engine_for, drain):
+        chosen = evicting(name, **KINDS[kind])
+        single = alone(engine_for(model), drain, chosen).token_ids
+        engine = engine_for(model)
+        dense = alone(engine, drain, None).token_ids
+        got = run(engine, drain, {"a": (PROMPT, params(), chosen)})["a"]
+        assert got.samples[0].token_ids == single
+        window = chosen.compressor.window
+        assert got.cached_tokens == (len(PROMPT) - max(1, window)) // 4 * 4
+        assert alone(engine, drain, None).token_ids == dense  # and what was dropped never wrote to shared pages
+
+    def test_whether_a_session_s_pages_survived(self, name, kind, model, engine_for, assert_idle):
+        outputs = []
+        for reclaimed in (False, True):
+            engine = engine_for(model, pool_tokens=160)
+            session = engine.session(PROMPT, method=evicting(name, **KINDS[kind]))
+            tokens = [session.generate(params(max_tokens=9)).samples[0].token_ids]
+            twin = session.fork()
+            for number in range(2):
+                if reclaimed:
+                    while engine._scheduler.parked:
+                        engine._scheduler._reclaim()
+                for each, added in ((session, OTHER[:6]), (twin, OTHER[6:9])):
+                    each.append([*added, 5 + number])
+                    tokens.append(each.generate(params(max_tokens=9)).samples[0].token_ids)
+                    engine.check()
+            outputs.append(tokens)
+            session.close(), twin.close()
+            assert_idle(engine)
+        assert outputs[0] == outputs[1]
+
+    def test_whether_steps_are_replayed(self, name, kind, model, engine_for, drain):
+        chosen, got = evicting(name, **KINDS[kind]), []
+        for execution in ("eager", "graph"):
+            engine = engine_for(model, execution=execution)
+            requests = {"a": (PROMPT, params(), chosen), "b": (OTHER, params(max_tokens=20), None)}
+            got.append({k: c.samples[0].token_ids for k, c in run(engine, drain, requests).items()})
+        assert got[0] == got[1]
+
+
+@pytest.mark.parametrize("name", EVICTING)
+def test_shaped_pages_are_never_found(name, model, engine_for, drain):
+    engine, chosen = engine_for(model), evicting(name)
+    first = alone(engine, drain, chosen, max_tokens=16)
+    longer = PROMPT + first.token_ids
+    expected = alone(engine_for(model), drain, None, longer).token_ids
+    after = run(engine, drain, {"d": (longer, params(), None)})["d"]
+    assert after.samples[0].token_ids == expected and after.cached_tokens == 44
+    assert evicting(name, 24).provenance != chosen.provenance
+
+
+@pytest.mark.parametrize("name", EVICTING)
+def test_score_is_the_log_likelihood_of_decoding(name, model, engine_for, drain):
+    chosen = evicting(name)
+    sample = alone(engine_for(model), drain, chosen, logprobs=0)
+    decoded = [entry[token] for entry, token in zip(sample.logprobs, sample.token_ids, strict=True)]
+    assert engine_for(model).score(PROMPT, sample.token_ids, method=chosen) == pytest.approx(decoded, abs=1e-5)
+
+
+@pytest.mark.parametrize("name, kind", CASES)
+class TestUnseen:
+    """The last tokens of the prompt come after the decision, and read what it has left them."""
+
+    def test_the_question_reads_what_was_kept(self, name, kind, model, engine_for, drain):
+        chosen = evicting(name, **KINDS[kind])
+        for step_tokens in (64, 5):
+            engine = engine_for(model, step_tokens=step_tokens, pool_tokens=80)
+            sample = alone(engine, drain, chosen, unseen_tokens=9, logprobs=0)
+            decoded = [entry[token] for entry, token in zip(sample.logprobs, sample.token_ids, strict=True)]
+            given = PROMPT[-9:] + sample.token_ids
+            expected = engine_for(model).score(PROMPT[:-9], given, method=chosen)[9:]
+            assert decoded == pytest.approx(expected, abs=1e-4)
+            engine.check()
+
+    def test_it_makes_a_difference(self, name, kind, model, engine_for, drain):
+        chosen = evicting(name, **KINDS[kind])
+        seen = alone(engine_for(model), drain, chosen, logprobs=0)
+        unseen = alone(engine_for(model), drain, chosen, unseen_tokens=9, logprobs=0)
+        assert seen.logprobs != unseen.logprobs
+
+    def test_a_dense_request_does_not_find_the_question(self, name, kind, model, engine_for, drain):
+        engine = engine_for(model)
+        engine.submit(PROMPT, params(), method=evicting(name, **KINDS[kind]), unseen_tokens=9, request_id="a")
+        engine.step()
+        dense = run(engine, drain, {"d": (PROMPT, params(), None)})["d"]
+        assert dense.cached_tokens == 36
+        assert dense.samples[0].token_ids == alone(engine_for(model), drain, None).token_ids
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_with_a_window_keep_it(kind, g_model, engine_for, drain, assert_idle):
+    engine, chosen = engine_for(g_model), evicting("snapkv", **KINDS[kind])
+    sample = alone(engine, drain, chosen, logprobs=0)
+    assert sample.logprobs != alone(engine_for(g_model), drain, None, logprobs=0).logprobs
+    cost = predict_decode(
+        engine.spec, chosen, prompt_tokens=len(PROMPT), new_tokens=12, page_tokens=4, unit_tokens=4, itemsize=4
+    )
+    assert sample.kv_bytes_read == cost.kv_bytes
+    assert_idle(engine)
+
+
+def test_a_model_of_windows_alone_keeps_everything(w_model, engine_for, drain):
+    dense = alone(engine_for(w_model), drain, None, logprobs=0)
+    assert alone(engine_for(w_model), drain, evicting("knorm_drop"), logprobs=0).logprobs == dense.logprobs
+
+
+def test_no_two_methods_are_the_same_composition():
+    assert len({replace(evicting(name), name="").provenance for name in EVICTING}) == len(EVICTING)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 4, 8, 12, 13])
+@pytest.mark.parametrize("name", EVICTING)
+def test_br53_a_short_prompt_keeps_something(name, length, model, engine_for, drain):
+    """The least budget that is not refused, on prompts of a few tokens and of a few pages."""
+    for parts in KINDS.values():
+        chosen = evicting(name, 12, **parts)
+        sample = alone(engine_for(model), drain, chosen, PROMPT[:length], logprobs=0)
+        assert all(value > -100 for entry in sample.logprobs for value in entry.values())
+        if length <= 12:
+            dense = alone(engine_for(model), drain, None, PROMPT[:length], logprobs=0)
+            assert sample.logprobs[0] == dense.logprobs[0]
+
+
+class TestRefusals:
+    def test_what_cannot_be_built(self):
+        with pytest.raises(ValueError, match=r"placement=visible moves nothing.*set grain=page"):
+            method("snapkv", placement="visible")
+        with pytest.raises(ValueError, match="grain must be 'token' or 'page', got 'head'"):
+            method("snapkv", grain="head")
+        with pytest.raises(ValueError, match="every must be an integer of at least 0, got -1"):
+            method("snapkv", every=-1)
+
+    @pytest.mark.parametrize(
+        "parts, message",
+        [
+            ({"tokens": 7}, "the open page of 4 tokens are 8 tokens, but the budget is 7"),
+            ({"dense_layers": [3]}, r"dense_layers \[3\] are not among the 3 layers"),
+            ({"every": 3}, "a window of 4 queries is longer than the 3 tokens between two compressions"),
+        ],
+        ids=["budget", "layer", "every"],
+    )
+    def test_what_cannot_be_served(self, parts, message, model, engine_for):
+        engine = engine_for(model)
+        with pytest.raises(ValueError, match=message):
+            engine.submit(PROMPT, method=evicting("snapkv", **parts))
+        assert not engine.has_work()
+
+    def test_tables_that_layers_share(self, g_model, engine_for):
+        with pytest.raises(ValueError, match=r"layers with a window and layers without.*layer_groups=True"):
+            engine_for(g_model, layer_groups=False).submit(PROMPT, method=evicting("knorm_drop"))
+
+    @pytest.mark.parametrize("value", [-1, 45, True, 1.5])
+    def test_unseen_tokens(self, value, model, engine_for):
+        with pytest.raises(ValueError, match=f"unseen_tokens={value!r} must be 0 or more, and fewer than"):
+            engine_for(model).submit(PROMPT, unseen_tokens=value)
