@@ -419,14 +419,16 @@ class LayerContext(Protocol):
 
 
 class Context(Protocol):
-    """A sequence of ``tokens`` tokens that is about to be compressed, in all layers that see everything. The last
-    ``open_tokens`` of them are on the open page, which is never compressed."""
+    """A sequence of ``tokens`` tokens that is about to be compressed, in all ``layers`` that see everything. The last
+    ``open_tokens`` of them are on the open page, which is never compressed. ``model`` is the whole model, for what its
+    layers share."""
 
     tokens: int
     open_tokens: int
     page_tokens: int
     layers: tuple[int, ...]
     spec: ModelSpec
+    model: torch.nn.Module
 
     def layer(self, number: int) -> LayerContext:
         """Reads the layer's K and V."""
@@ -446,7 +448,8 @@ class Compressor(Protocol):
     """Decides which tokens a sequence keeps once its prompt is computed, and after every ``every`` tokens from then on
     (0: never again).
 
-    ``window``: queries that it wants to see, of the last so many tokens. ``drops``: what is not kept goes back to the
+    ``window``: queries that it wants to see, of the last so many tokens, and later of those since it decided last;
+    ``drops``: what is not kept goes back to the
     pool; otherwise whole pages are kept, nothing moves, and the others are only hidden.
     """
 

@@ -78,7 +78,7 @@ def new_request(
     require_room(engine, layout, len(prompt), params, method, required_tokens)
     compressor: Compressor | None = getattr(method, "compressor", None)
     if compressor is not None:
-        engine._compaction.validate(compressor)
+        engine._compaction.validate()
     if isinstance(unseen_tokens, bool) or not isinstance(unseen_tokens, int) or not 0 <= unseen_tokens < len(prompt):
         raise ValueError(
             f"unseen_tokens={unseen_tokens!r} must be 0 or more, and fewer than the prompt's {len(prompt)}"

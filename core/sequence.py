@@ -220,7 +220,7 @@ class Sequence:
         if compressor.every and self.compressed:
             at = self.compressed + compressor.every
         planned = next((point for point in self.points if point.at > self.compressed), Point(NEVER, 0))
-        return planned if planned.at <= at else Point(at, compressor.window)
+        return planned if planned.at <= at else Point(at, min(compressor.window, compressor.every))
 
     @property
     def draws_on_device(self) -> bool:

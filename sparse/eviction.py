@@ -38,8 +38,32 @@ class Candidates:
     n_pages: Tensor
 
 
+class ReadsKept:
+    """What all methods that keep some tokens for good have in common: a step reads whatever was kept, so there is
+    nothing to choose. They are dataclasses, whose fields make their provenance."""
+
+    digest: ClassVar[Digest | None] = None
+    draws: ClassVar[bool] = False
+
+    @cached_property
+    def provenance(self) -> str:
+        return repr(self)
+
+    def reads_all(self, tokens: int, spec: ModelSpec, page_tokens: int) -> bool:
+        return True
+
+    def select(self, q: Tensor, pages: PageView) -> Selection | None:
+        return None
+
+    def resolve(self, selection: Selection, pages: PageView) -> tuple[Tensor, Tensor]:
+        return pages.gather(selection)
+
+    def predict(self, tokens: int, layer: int, spec: ModelSpec, page_tokens: int) -> PagesRead:
+        return PagesRead(-(-tokens // page_tokens), 0)
+
+
 @dataclass(frozen=True)
-class Evicting:
+class Evicting(ReadsKept):
     """Joins the parts that a YAML file names to a method that keeps some tokens for good, and reads all of those.
 
     When the prompt is computed, for each layer: the *scorer* rates the tokens of each KV head, the *budget* says how
@@ -66,9 +90,6 @@ class Evicting:
     every: int = 0
     dense_layers: Sequence[int] = ()
 
-    digest: ClassVar[Digest | None] = None
-    draws: ClassVar[bool] = False
-
     def __post_init__(self) -> None:
         object.__setattr__(self, "dense_layers", tuple(self.dense_layers))
         check_integer("every", self.every, 0)
@@ -86,13 +107,6 @@ class Evicting:
     def compressor(self) -> _Eviction:
         """What the engine asks, when the prompt is computed."""
         return _Eviction(self)
-
-    @cached_property
-    def provenance(self) -> str:
-        return repr(self)
-
-    def reads_all(self, tokens: int, spec: ModelSpec, page_tokens: int) -> bool:
-        return True
 
     def validate(self, spec: ModelSpec, page_tokens: int) -> None:
         outside = [layer for layer in self.dense_layers if not 0 <= layer < spec.layers]
@@ -115,15 +129,6 @@ class Evicting:
                 f"{self.name}: {self.keep} and the open page of {page_tokens} tokens are {kept * grain} tokens, but "
                 f"the budget is {least * grain}; raise it, or keep less"
             )
-
-    def select(self, q: Tensor, pages: PageView) -> Selection | None:
-        return None
-
-    def resolve(self, selection: Selection, pages: PageView) -> tuple[Tensor, Tensor]:
-        return pages.gather(selection)
-
-    def predict(self, tokens: int, layer: int, spec: ModelSpec, page_tokens: int) -> PagesRead:
-        return PagesRead(-(-tokens // page_tokens), 0)
 
     def grain_tokens(self, page_tokens: int) -> int:
         return page_tokens if self.grain == "page" else 1
@@ -174,8 +179,8 @@ class _Eviction:
         scores = (_grouped(scores, grain, 0.0).where(exists, 0.0)).sum(2) / exists.sum(2).clamp(min=1)
         recent = max(keep.recent_tokens, context.open_tokens)
         first = exists & ((positions < keep.sink_tokens) | (positions >= context.tokens - recent))
-        scores = scores.nan_to_num(nan=torch.finfo(torch.float32).min)
-        scores = scores.masked_fill(first.any(2), torch.inf)
+        most = torch.finfo(torch.float32).max / 2  # no score is above what is kept in any case
+        scores = scores.nan_to_num(nan=-most).clamp(-most, most).masked_fill(first.any(2), torch.inf)
         count = exists.any(2).sum(1)  # [Hkv]
         # Budgets ask no more of pages than this.
         candidates = cast(
@@ -200,8 +205,9 @@ class _Eviction:
         kept = (budget - -(-(tokens - closed) // grain)) * grain
         if method.budget.most(layer, spec.layers, grain, spec.kv_heads) == budget:
             return -(-kept // unit_tokens) * spec.kv_heads
-        # Heads share the budget: each may leave one unit partly filled.
-        return min(closed // unit_tokens * spec.kv_heads, kept * spec.kv_heads // unit_tokens + spec.kv_heads)
+        # Heads share the budget, and with tokens each may leave one unit partly filled.
+        rest = spec.kv_heads if grain == 1 else 0
+        return min(closed // unit_tokens * spec.kv_heads, kept * spec.kv_heads // unit_tokens + rest)
 
 
 def _grouped(values: Tensor, grain: int, fill: float) -> Tensor:

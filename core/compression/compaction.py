@@ -57,7 +57,7 @@ class Compaction:
         self._host = host
         self.split = SplitUnits(pool, plan.unit_layers, model.spec.kv_heads)
 
-    def validate(self, compressor: Compressor) -> None:
+    def validate(self) -> None:
         """Refuse, with a ValueError, what this engine cannot compress."""
         windows = self._model.spec.windows
         if any(windows) and len(self._plan.groups) == 1 and not all(windows):
@@ -70,11 +70,6 @@ class Compaction:
             raise ValueError(
                 f"a pool of {self._pool.most_units} units of {self._plan.unit_layers} layers is {slabs} pieces, and a "
                 f"table of each layer and head can name {MAX_UNITS}; lower pool_tokens"
-            )
-        if compressor.every and compressor.window > compressor.every:
-            raise ValueError(
-                f"a window of {compressor.window} queries is longer than the {compressor.every} tokens between two "
-                "compressions; lower window, or raise every"
             )
 
     def run(self, sequences: Iterable[Sequence]) -> None:
@@ -214,6 +209,7 @@ class SequenceContext:
         self.open_tokens = self.tokens - layout.first_token(layout.full_pages(self.tokens))
         self.page_tokens = layout.page_slots(0)
         self.layers = plan.groups[0].layers
+        self.model = model.model
         self.spec: ModelSpec = model.spec
         self._model = model
         self._runner = runner

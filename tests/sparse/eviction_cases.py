@@ -2,12 +2,20 @@
 
 from octavo.scripts.build import method
 
-from .method_cases import EVICTING
+from .method_cases import DROPPING
 
-__all__ = ["EVICTING", "PAGES", "VISIBLE", "evicting"]
+EVICTING = [name for name in DROPPING if name != "duo_attention"]  # it has no budget: TestDuoAttention
 SMALL = {"keep": {"sink_tokens": 4, "recent_tokens": 4}}
+WINDOW = {"scorer": {"window": 4, "kernel": 3}}
 SMALLER = {
-    "snapkv": {"scorer": {"window": 4, "kernel": 3}},
+    "ada_snapkv": WINDOW,
+    "criticalkv": {"scorer": {"attention": {"window": 4, "kernel": 3}}},
+    "expected_attention": {"scorer": {"window": 8}},
+    "h2o": {"every": 4},
+    "pyramid_snapkv": {**WINDOW, "budget": {"kept_tokens": 12}},
+    "r_kv": {**WINDOW, "every": 8},
+    "snapkv": WINDOW,
+    "tova": {"every": 4},
 }
 """What a model of 3 layers, pages of 4 tokens and a budget of 20 need besides."""
 _made = {}

@@ -11,9 +11,9 @@ from octavo.scripts.build import method
 
 CALIBRATED = ("double_sparsity", "loki")  # they need a file of the model: test_projection.py
 CONFIGS = Path(__file__).parents[2] / "configs" / "sparse"
-EVICTING = sorted(path.stem for path in CONFIGS.glob("*.yaml") if "octavo.sparse.eviction" in path.read_text())
+DROPPING = sorted(path.stem for path in CONFIGS.glob("*.yaml") if "placement: drop\n" in path.read_text())
 """Those that drop tokens: test_eviction.py."""
-NAMES = sorted({path.stem for path in CONFIGS.glob("*.yaml")} - set(CALIBRATED) - set(EVICTING))
+NAMES = sorted({path.stem for path in CONFIGS.glob("*.yaml")} - set(CALIBRATED) - set(DROPPING))
 SMALL = {"keep": {"sink_tokens": 4, "recent_tokens": 4}, "dense_layers": [0]}
 SMALLER = {
     "infllm": {"digest": {"count": 2}},
