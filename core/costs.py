@@ -37,6 +37,7 @@ def predict_decode(
     page_tokens: int,
     unit_tokens: int,
     itemsize: int,
+    unseen_tokens: int = 0,
 ) -> DecodeCost:
     """Cost of generating ``new_tokens`` after a prompt.
 
@@ -44,7 +45,7 @@ def predict_decode(
     ``prompt_tokens + 1, prompt_tokens + 2, ...`` tokens in the cache. A layer with a window reads the units that its
     window touches; a dense layer reads ceil(tokens / unit) units; a sparse layer reads the pages that its method
     predicts, the last of which is open and counts its filled units only. A method that drops tokens reads what it has
-    kept when it was last due, and everything since.
+    kept when it was last due, ``unseen_tokens`` before the prompt's end and every so many from then on, and all since.
     """
     units = elements = listed = 0
     compressor: Compressor | None = getattr(method, "compressor", None)
@@ -54,8 +55,9 @@ def predict_decode(
                 units += dense_units(tokens, window, unit_tokens)
                 continue
             if compressor is not None:
-                every = compressor.every or new_tokens
-                due = prompt_tokens + (tokens - 1 - prompt_tokens) // every * every
+                first = prompt_tokens - unseen_tokens
+                every = compressor.every or tokens
+                due = first + (tokens - 1 - first) // every * every
                 listed += compressor.kept_units(due, layer, spec, page_tokens, unit_tokens)
                 units += dense_units(tokens - due // page_tokens * page_tokens, 0, unit_tokens)
                 continue

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def score_many(
-    engine: Engine, items: Sequence[tuple[Prompt, str | list[int], SparseMethod | None]]
+    engine: Engine, items: Sequence[tuple[Prompt, str | list[int], SparseMethod | None]], unseen_tokens: int
 ) -> list[list[float]]:
     """``Engine.score`` for several (prompt, target, method) at once, batched."""
     requests = []
@@ -28,7 +28,7 @@ def score_many(
         prefix, segments = engine._prompts.read_segments(prompt)
         forced = engine._prompts.read(target, continues=True)
         layout = engine._text.extended(0, segments)
-        request = new_request(engine, prefix, params, None, method, 0, None, len(forced), layout)
+        request = new_request(engine, prefix, params, None, method, 0, None, len(forced), layout, unseen_tokens)
         requests.append((request, forced))
     for request, forced in requests:
         sequence = TokenSequence(request, 0, SharedList(request.prompt, forced), engine._pool, engine._plan)

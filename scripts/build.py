@@ -251,7 +251,9 @@ def fit(methods: Mapping[str, SparseMethod | None], engine: Engine) -> None:
             raise ConfigError(f"method {name}: {error}") from error
 
 
-def predicted_cost(engine: Engine, method: SparseMethod | None, prompt_tokens: int, new_tokens: int) -> DecodeCost:
+def predicted_cost(
+    engine: Engine, method: SparseMethod | None, prompt_tokens: int, new_tokens: int, unseen_tokens: int = 0
+) -> DecodeCost:
     """What decoding ``new_tokens`` after a prompt reads, in closed form."""
     from octavo.core import sizing
     from octavo.core.costs import predict_decode
@@ -261,6 +263,7 @@ def predicted_cost(engine: Engine, method: SparseMethod | None, prompt_tokens: i
         method,
         prompt_tokens=prompt_tokens,
         new_tokens=new_tokens,
+        unseen_tokens=unseen_tokens,
         page_tokens=engine.config.text_page_tokens,
         unit_tokens=engine.config.unit_tokens,
         itemsize=sizing.kv_dtype(engine.config, engine.spec).itemsize,

@@ -116,11 +116,17 @@ def forced(
 
 
 def predicted(
-    engine: Engine, method: SparseMethod | None, prompt_tokens: int, new_tokens: int, times: int = 1
+    engine: Engine,
+    method: SparseMethod | None,
+    prompt_tokens: int,
+    new_tokens: int,
+    times: int = 1,
+    *,
+    unseen_tokens: int = 0,
 ) -> Sample:
     """The bytes that decoding or scoring so many tokens after a prompt reads, and those of the digests that are there
     at its end, in closed form."""
-    cost = build.predicted_cost(engine, method, prompt_tokens, new_tokens)
+    cost = build.predicted_cost(engine, method, prompt_tokens, new_tokens, unseen_tokens)
     return {
         "predicted_kv_bytes": times * cost.kv_bytes,
         "predicted_digest_bytes": times * cost.digest_bytes,

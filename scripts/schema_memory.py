@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from octavo.scripts.refusal import ConfigError, at_least, each_at_least, each_once, one_of
-from octavo.scripts.schema_groups import Config, EngineSettings, WithPageMap
+from octavo.scripts.schema_groups import Config, EngineSettings, SparseSettings, WithPageMap
 
 ALLOCATOR_NAMES = ("stack", "first_fit", "next_fit", "best_fit", "buddy", "linear")
 MIX_NAMES = ("1", "1:1.5", "1:4")
@@ -297,3 +297,23 @@ def _replayed(config: Config, *used: str) -> None:
             raise ConfigError(
                 f"engine.{key}={given}: no engine runs in this experiment; of its keys it takes {', '.join(used)}"
             )
+
+
+@dataclass
+class Heads(WithPageMap):
+    """requests: prompts of prompt_tokens tokens of code, all there from the start, with new_tokens tokens of output
+    each. pool_requests: requests of a dense cache that the pool holds. Methods share sparse.budget_tokens, on average
+    over layers and heads."""
+
+    requests: int = 24
+    prompt_tokens: int = 1024
+    new_tokens: int = 64
+    pool_requests: int = 4
+    sparse: SparseSettings = field(default_factory=SparseSettings)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for key in ("requests", "prompt_tokens", "new_tokens", "pool_requests"):
+            at_least(key, getattr(self, key), 1)
+        if self.engine.pool_tokens is not None:
+            raise ConfigError("engine.pool_tokens: the pool is set by pool_requests; leave it null")

@@ -41,6 +41,11 @@ class SplitUnits:
         """Runs of split units that nobody uses."""
         return int(np.count_nonzero(self._free))
 
+    def used_share(self, units: Units) -> NDArray[np.float64]:
+        """Share of the runs of some split units that are in use, fp64 [n]."""
+        shares: NDArray[np.float64] = 1.0 - self._free[units].mean((1, 2))
+        return shares
+
     def units_for(self, runs: NDArray[np.integer]) -> int:
         """Units that ``runs`` [Hkv] runs of each head take from the pool."""
         missing = runs - self._free[self.units].sum((0, 1))

@@ -76,6 +76,7 @@ class PageCensus:
         holders = [*scheduler.running, *scheduler.parked]
         for sequence in sorted(holders, key=lambda s: s.request.arrival, reverse=True):
             self._mark_held(cells, sequence)
+            self._mark_kept(cells, sequence)
         cells["state"][self.tables > 1] = SHARED
         self.cells, self._generation = cells, pool.generation.copy()
         return cells
@@ -98,6 +99,19 @@ class PageCensus:
             cells[units[:, first:]] = listed[first:]
             self.tables[units[:, first:]] += 1
             self.slices[listed["page"]] = table.slices
+
+    def _mark_kept(self, cells: Cells, sequence: Sequence) -> None:
+        """Split units that a sequence has runs in; their tokens are those of all runs in use, spread over the unit."""
+        if sequence.kept is None:
+            return
+        units = sequence.kept.units
+        cells["page"][units] = units
+        cells["request"][units] = self._number(sequence.request.request_id)
+        cells["state"][units] = HELD
+        used = sequence.kept.split.used_share(units)
+        cells["tokens"][units] = np.ceil(used * sequence.layout.unit_tokens)
+        self.tables[units] += 1
+        self.slices[units] = 1
 
     def _mark_cached(self, cells: Cells, engine: Engine) -> None:
         """Idle pages: those that were cached before stay as they are, the others' tokens are looked up in the index."""
@@ -150,7 +164,7 @@ def units_by_request(engine: Engine) -> dict[str, int]:
     counted[0] = True  # holes
     held: dict[str, int] = {}
     for sequence in sorted([*scheduler.running, *scheduler.parked], key=lambda s: s.request.arrival):
-        pages = np.concatenate([table.pages() for table in sequence.tables])
+        pages = sequence.held
         own: Pages = pages[~counted[pages]]
         counted[own] = True
         request_id = sequence.request.request_id

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from random import Random
 from typing import TYPE_CHECKING, Any
 
 from octavo.scripts import build, report
@@ -13,6 +12,7 @@ from octavo.scripts.progress import console, counting, waiting
 from octavo.scripts.refusal import ConfigError
 from octavo.scripts.run import Run, Sample
 from octavo.scripts.schema import LayerGroups
+from octavo.scripts.tasks.items import code_tokens
 from octavo.scripts.watched_pass import watched_pass
 from octavo.scripts.window_memory import fitting, measure
 
@@ -53,7 +53,7 @@ def run(config: LayerGroups, run: Run) -> None:
         model, tokenizer = build.load_model(config.model)
     _refuse(config, model)
     contexts = config.contexts[: config.limit]
-    text = _text(tokenizer, max(contexts), config.seed)
+    text = code_tokens(tokenizer, max(contexts), config.seed)
 
     done = run.done("item", "groups")
     turns = [(context, groups) for context in contexts for groups in POLICIES]
@@ -197,19 +197,6 @@ def _refuse(config: LayerGroups, model: Any) -> None:
     for context in config.contexts[: config.limit]:
         if context > most:
             raise ConfigError(f"contexts={context}: more than the {most} tokens that this model may have")
-
-
-def _text(tokenizer: Any, tokens: int, seed: int) -> list[int]:
-    """Tokens of the committed code items, in an order drawn by ``seed``, again and again if they are too few."""
-    from octavo.scripts.tasks.items import load_items, prompt_text
-
-    items = load_items()
-    Random(seed).shuffle(items)
-    text = "".join(map(prompt_text, items))
-    ids: list[int] = tokenizer.encode(text, verbose=False)
-    while len(ids) < tokens:
-        ids += tokenizer.encode(text, add_special_tokens=False, verbose=False)
-    return ids[:tokens]
 
 
 def _bytes(sample: Sample) -> tuple[int, int]:

@@ -33,6 +33,8 @@ QUESTION_NOTES = {
     "first token of the answer on.",
     "sparse": "Question sparse: question and answer are fed token by token, each with its own choice of pages. Both "
     "are given, so the quality is the answer's likelihood; bytes are predicted, not counted.",
+    "unseen": "Question unseen: methods that drop tokens decide when the text is computed and before the question is; "
+    "question and answer read what they have kept. For methods that drop none it is as with question=dense.",
 }
 
 
@@ -73,7 +75,7 @@ def run(config: Ruler, run: Run) -> None:
     def measure(item: str, missing: Methods) -> list[Sample]:
         puzzle, prompt = make(puzzles[item], config, tokenizer)
         gold = answer_ids(tokenizer, puzzle.gold)
-        ask = _answered if config.question == "dense" else _scored
+        ask = _scored if config.question == "sparse" else _answered
         return ask(engine, config, puzzle, prompt, gold, missing)
 
     def rows(samples: Sequence[Sample], intervals: bool) -> list[dict[str, Any]]:
@@ -126,15 +128,18 @@ def _methods(config: Ruler) -> Methods:
 def _answered(
     engine: Engine, config: Ruler, puzzle: ruler.Puzzle, prompt: QuestionPrompt, gold: list[int], methods: Methods
 ) -> list[Sample]:
-    """The prompt dense, the answer under each method."""
+    """The prompt dense, but for what reads dropped text, the answer under each method."""
     from octavo.core import SamplingParams
 
     params = SamplingParams(max_tokens=config.max_new_tokens, seed=config.seed)
+    unseen = len(prompt.question) if config.question == "unseen" else 0
     start = time.perf_counter()
-    ids = {name: engine.submit(prompt.ids, params, method=method) for name, method in methods.items()}
+    ids = {
+        name: engine.submit(prompt.ids, params, method=method, unseen_tokens=unseen) for name, method in methods.items()
+    }
     completions = engine.finish(list(ids.values()))
     seconds = time.perf_counter() - start
-    likelihoods = engine.score_many([(prompt.ids, gold, method) for method in methods.values()])
+    likelihoods = engine.score_many([(prompt.ids, gold, method) for method in methods.values()], unseen)
     samples = []
     for (name, method), logprobs in zip(methods.items(), likelihoods, strict=True):
         sample = long_context.generated(engine, completions[ids[name]], seconds)
@@ -145,7 +150,7 @@ def _answered(
                 "accuracy": ruler.string_match(sample["output"], puzzle.answers),
                 "gold_logprobs": logprobs,
                 **sample,
-                **long_context.predicted(engine, method, len(prompt.ids), sample["new_tokens"]),
+                **long_context.predicted(engine, method, len(prompt.ids), sample["new_tokens"], unseen_tokens=unseen),
             }
         )
     return samples
@@ -174,7 +179,7 @@ def _figures(config: Ruler, samples: Sequence[Sample], methods: Mapping[str, Any
     """Where needles are found; and where answers were decoded, at which cost."""
     good: list[Sample] = [sample for sample in samples if "error" not in sample]
     figures = {}
-    if config.question == "dense":
+    if config.question != "sparse":
         figures["pareto"] = plots.pareto(summary.rows(good, task="all", seed=config.seed), "accuracy")
         quality = "accuracy"
     else:

@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from random import Random
 from typing import Any, Protocol
 
 from octavo.scripts.tasks.metrics import score_line
@@ -201,3 +202,14 @@ def _check_fields(raw: Mapping[str, Any], where: str) -> None:
             good = isinstance(value, int if name == "tokens" else str)
         if not good:
             raise ValueError(f"{where}: field {name!r} has the wrong type: {type(value).__name__}")
+
+
+def code_tokens(tokenizer: Any, tokens: int, seed: int) -> list[int]:
+    """Tokens of the committed code items, in an order drawn by ``seed``, again and again if they are too few."""
+    items = load_items()
+    Random(seed).shuffle(items)
+    text = "".join(map(prompt_text, items))
+    ids: list[int] = tokenizer.encode(text, verbose=False)
+    while len(ids) < tokens:
+        ids += tokenizer.encode(text, add_special_tokens=False, verbose=False)
+    return ids[:tokens]
