@@ -40,6 +40,16 @@ HEADINGS = {
     "length": "length",
     "accuracy": "accuracy",
     "accuracy_vs_dense": "vs dense",
+    "accuracy_vs_uncached": "vs uncached",
+    "soft_accuracy": "soft accuracy",
+    "soft_accuracy_vs_uncached": "vs uncached",
+    "consistency": "consistency",
+    "rouge_l": "ROUGE-L",
+    "rouge_l_vs_uncached": "vs uncached",
+    "things_f1": "F1 of things",
+    "things_f1_vs_uncached": "vs uncached",
+    "agreement_percent": "same tokens %",
+    "kl_nats_max": "KL at most, nats",
     "blank_accuracy": "blank images",
     "wrong_accuracy": "wrong images",
     "hit_tokens": "tokens found",
@@ -291,7 +301,7 @@ def format_value(key: str, value: Any) -> str:
         return str(value)
     if "bytes" in key:
         return format_bytes(value)
-    sign = "+" if key.endswith(("_vs_dense", "_vs_first")) else ""
+    sign = "+" if key.endswith(("_vs_dense", "_vs_first", "_vs_uncached")) else ""
     if isinstance(value, int) or abs(value) >= 10_000:
         return f"{round(value):{sign},}"
     return (

@@ -42,7 +42,7 @@ from octavo.scripts.schema_memory import (
     PageSize,
     Sharing,
 )
-from octavo.scripts.schema_multimodal import Interleaved, PageRatio
+from octavo.scripts.schema_multimodal import ImageBenchmarks, Interleaved, PageRatio
 from octavo.scripts.schema_quality import Calibrate, MultiTurn, Perplexity, Ruler
 from octavo.scripts.schema_serving import Latency, Throughput
 
@@ -59,6 +59,7 @@ __all__ = [
     "EngineSettings",
     "Generate",
     "Heads",
+    "ImageBenchmarks",
     "Interleaved",
     "Kernels",
     "Knobs",
@@ -139,6 +140,7 @@ EXPERIMENTS: dict[str, type[Config]] = {
     "fragmentation": Fragmentation,
     "generate": Generate,
     "heads": Heads,
+    "image_benchmarks": ImageBenchmarks,
     "interleaved": Interleaved,
     "kernels": Kernels,
     "knobs": Knobs,
@@ -162,6 +164,8 @@ def register() -> None:
         node = OmegaConf.structured(schema)
         # Open, so that a command line needs no "+" to say sparse.overrides.quest.keep.sink_tokens=4.
         OmegaConf.set_struct(node.engine.page_policies, False)
+        if "features" in node:
+            OmegaConf.set_struct(node.features, False)
         if "sparse" in node:
             OmegaConf.set_struct(node.sparse.overrides, False)
         store.store(group="schema", name=name, node=node, package="_global_")

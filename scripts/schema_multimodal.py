@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
 
-from octavo.scripts.refusal import ConfigError, at_least, each_at_least, each_once
+from octavo.scripts.refusal import ConfigError, at_least, each_at_least, each_once, one_of
 from octavo.scripts.schema_groups import EngineSettings, ModelSettings, WithPageMap
 
 DEMO_EXAMS = (
     "describe", "colour", "shape", "place", "count", "digit", "exists", "relation", "compare", "same",
     "in image k of 4", "multihop of 4", "needle_digit of 8", "needle_object of 8",
 )  # fmt: skip
+IMAGE_BENCHMARKS = ("needle", "multihop", "pairs", "unanswerable", "captions")
+IMAGE_FORMATS = ("mm_niah", "nlvr2", "muirbench", "coco")
+UNCACHED = "uncached"
 LLAVA_TOKENS = 576
 ROWS = "rows"
 
@@ -37,6 +42,46 @@ class Interleaved(WithPageMap):
         super().__post_init__()
         each_once("exams", self.exams)
         at_least("questions", self.questions, 1)
+
+
+@dataclass
+class ImageBenchmarks(WithPageMap):
+    """benchmarks: of ``octavo.scripts.tasks.image_benchmarks``, made from ``seed``; items: of each. Or, instead of
+    them, a public one from files: format, path of its records, images the folder of its images. features: by name,
+    settings of the engine under test, each compared with the engine without a prefix cache. max_new_tokens: of an
+    answer."""
+
+    model: VisionModelSettings = field(default_factory=VisionModelSettings)
+    benchmarks: list[str] = field(default_factory=lambda: list(IMAGE_BENCHMARKS))
+    items: int = 24
+    format: str | None = None
+    path: str | None = None
+    images: str | None = None
+    features: dict[str, Any] = field(default_factory=lambda: {"prefix": {"prefix_cache": True}})
+    max_new_tokens: int = 72
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        each_once("benchmarks", self.benchmarks, IMAGE_BENCHMARKS)
+        at_least("items", self.items, 1)
+        at_least("max_new_tokens", self.max_new_tokens, 1)
+        given = [key for key in ("format", "path", "images") if getattr(self, key) is not None]
+        if given and len(given) < 3:
+            raise ConfigError(f"{given[0]} is given alone; a benchmark from files needs format, path and images")
+        if self.format is not None:
+            one_of("format", self.format, IMAGE_FORMATS)
+        elif not self.benchmarks:
+            raise ConfigError("benchmarks is empty; give at least one, or format, path and images")
+        if not self.features or UNCACHED in self.features:
+            raise ConfigError(f"features={[*self.features]}: give at least one, and none is called {UNCACHED}")
+        known = [part.name for part in fields(EngineSettings)]
+        for name, changes in self.features.items():
+            if not isinstance(changes, Mapping):
+                raise ConfigError(
+                    f"features.{name}={changes}: give settings of the engine, as in {{prefix_cache: true}}"
+                )
+            for key in changes:
+                one_of(f"a key of features.{name}", str(key), known)
 
 
 @dataclass

@@ -10,11 +10,8 @@
 Files are `.jsonl`, `.json` (a list), either of them with `.gz`, or `.parquet` where pyarrow is installed.
 """
 
-import gzip
-import importlib.util
-import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -22,6 +19,7 @@ from typing import Any, Literal
 
 from octavo.scripts.tasks.items import Tokenizer
 from octavo.scripts.tasks.metrics import score_line, score_similarity, score_statement
+from octavo.scripts.tasks.records import list_of, records, text, typed
 
 _LANGUAGES = {".py": "python", ".java": "java", ".cs": "csharp", ".ts": "typescript", ".tsx": "typescript"}
 _CROSS_BUDGET = 512  # tokens of cross-file context in CrossCodeEval's published setting
@@ -71,7 +69,7 @@ def load(name: str, path: Path | str, limit: int | None = None) -> list[Completi
     path = Path(path)
     make = LOADERS[name]
     items = []
-    for number, (where, raw) in enumerate(islice(_records(path), limit)):
+    for number, (where, raw) in enumerate(islice(records(path), limit)):
         try:
             items.append(make(raw, path, number))
         except KeyError as error:
@@ -118,22 +116,22 @@ def _cut(item: CompletionItem, tokenizer: Tokenizer, lines: list[str]) -> list[i
 
 
 def _repobench(raw: Mapping[str, Any], path: Path, number: int) -> CompletionItem:
-    repository, file = _text(raw, "repo_name"), _text(raw, "file_path")
+    repository, file = text(raw, "repo_name"), text(raw, "file_path")
     language = "java" if file.endswith(".java") else "python"
     mark = "//" if language == "java" else "#"
     snippets = "".join(
-        f"{mark} Path: {_text(s, 'path')}\n{_text(s, 'snippet')}\n\n" for s in _list(raw, "context", dict, "objects")
+        f"{mark} Path: {text(s, 'path')}\n{text(s, 'snippet')}\n\n" for s in list_of(raw, "context", dict, "objects")
     )
     setting = next((s for s in ("cross_file_first", "cross_file_random", "in_file") if s in path.name), None)
     return CompletionItem(
         item_id=f"{setting or path.stem}:{number}",  # the records have no identity of their own
         head=f"{mark} Repo Name: {repository}\n{snippets}",
-        tail=f"{mark} Path: {file}\n{_text(raw, 'import_statement')}\n{_text(raw, 'cropped_code')}\n",
-        golds=(_text(raw, "next_line"),),
+        tail=f"{mark} Path: {file}\n{text(raw, 'import_statement')}\n{text(raw, 'cropped_code')}\n",
+        golds=(text(raw, "next_line"),),
         language=language,
         family="repobench",
         metadata={
-            "level": _text(raw, "level"),
+            "level": text(raw, "level"),
             "setting": setting,
             "repository": repository,
             "file": file,
@@ -144,16 +142,16 @@ def _repobench(raw: Mapping[str, Any], path: Path, number: int) -> CompletionIte
 
 def _longbench(raw: Mapping[str, Any], path: Path, number: int) -> CompletionItem:
     # `input` is empty in lcc and the in-file code in repobench-p: one template serves both.
-    item_id, words = _text(raw, "_id"), _typed(raw, "length", int, "a whole number")
-    golds = _list(raw, "answers", str, "texts")
+    item_id, words = text(raw, "_id"), typed(raw, "length", int, "a whole number")
+    golds = list_of(raw, "answers", str, "texts")
     if not golds:
         raise ValueError("answers must not be empty")
     return CompletionItem(
         item_id=item_id,
-        head=f"Please complete the code given below. \n{_text(raw, 'context')}",
-        tail=f"{_text(raw, 'input')}Next line of code:\n",
+        head=f"Please complete the code given below. \n{text(raw, 'context')}",
+        tail=f"{text(raw, 'input')}Next line of code:\n",
         golds=tuple(golds),
-        language=_text(raw, "language"),
+        language=text(raw, "language"),
         family="longbench",
         metadata={"level": _longbench_level(words), "words": words},
     )
@@ -164,51 +162,23 @@ def _longbench_level(words: int) -> str:
 
 
 def _crosscodeeval(raw: Mapping[str, Any], path: Path, number: int) -> CompletionItem:
-    metadata = _typed(raw, "metadata", dict, "an object")
-    file = _text(metadata, "file")
+    metadata = typed(raw, "metadata", dict, "an object")
+    file = text(metadata, "file")
     suffix = Path(file).suffix
     if suffix not in _LANGUAGES:
         raise ValueError(f"file {file!r} is in none of {', '.join(_LANGUAGES)}")
     # The in-file variant of the data set (line_completion.jsonl) has no such field.
     found = "crossfile_context" in raw
-    cross = _text(_typed(raw, "crossfile_context", dict, "an object"), "text") if found else ""
+    cross = text(typed(raw, "crossfile_context", dict, "an object"), "text") if found else ""
     return CompletionItem(
-        item_id=_text(metadata, "task_id"),
+        item_id=text(metadata, "task_id"),
         head=f"{cross}\n" if cross else "",
-        tail=_text(raw, "prompt"),
-        golds=(_text(raw, "groundtruth"),),
+        tail=text(raw, "prompt"),
+        golds=(text(raw, "groundtruth"),),
         language=_LANGUAGES[suffix],
         family="crosscodeeval",
-        metadata={"repository": _text(metadata, "repository"), "file": file},
+        metadata={"repository": text(metadata, "repository"), "file": file},
     )
-
-
-def _text(raw: Mapping[str, Any], key: str) -> str:
-    text: str = _typed(raw, key, str, "text")
-    return text
-
-
-def _list(raw: Mapping[str, Any], key: str, kind: type, name: str) -> list[Any]:
-    """A list whose entries all have the type ``kind``, in words ``name``. Raises like `_typed`."""
-    entries: list[Any] = _typed(raw, key, list, f"a list of {name}")
-    strange = [entry for entry in entries if type(entry) is not kind]
-    if strange:
-        raise ValueError(f"{key} must be a list of {name}, got {_shown(strange[0])} in it")
-    return entries
-
-
-def _typed(raw: Mapping[str, Any], key: str, kind: type, name: str) -> Any:
-    """A field of the type ``kind``, in words ``name``; KeyError without it, ValueError if it is of another type."""
-    value = raw[key]
-    if type(value) is not kind:  # not isinstance, for which true is a whole number
-        raise ValueError(f"{key} must be {name}, got {_shown(value)}")
-    return value
-
-
-def _shown(value: Any) -> str:
-    """A value as JSON, cut short."""
-    text = json.dumps(value, default=repr)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 LOADERS: dict[str, Callable[[Mapping[str, Any], Path, int], CompletionItem]] = {
@@ -217,49 +187,3 @@ LOADERS: dict[str, Callable[[Mapping[str, Any], Path, int], CompletionItem]] = {
     "repobench-p": _longbench,
     "crosscodeeval": _crosscodeeval,
 }
-
-
-def _records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(where, record) for each record of the file; `where` names file and line for error messages."""
-    if not path.is_file():
-        raise ValueError(f"{path} is not a file")
-    kind = path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
-    if kind == ".parquet":
-        if importlib.util.find_spec("pyarrow") is None:
-            raise ValueError(f"{path}: reading parquet needs pyarrow (pip install pyarrow), or convert it to .jsonl")
-        import pyarrow.parquet  # heavy and optional
-
-        rows = pyarrow.parquet.read_table(path).to_pylist()
-        yield from ((f"{path}: record {number}", row) for number, row in enumerate(rows))
-        return
-    if kind not in (".json", ".jsonl"):
-        raise ValueError(f"{path}: neither .jsonl, .json nor .parquet")
-    try:
-        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
-            if kind == ".json":
-                records = json.load(file)
-                if not isinstance(records, list):
-                    raise ValueError(f"{path}: a JSON list was expected, not {type(records).__name__}")
-                yield from ((where := f"{path}: record {n}", _is_object(row, where)) for n, row in enumerate(records))
-                return
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    yield f"{path}: line {number}", _object(line, f"{path}: line {number}")
-    except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: cannot be read: {error}") from error
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}: not JSON: {error}") from error
-
-
-def _object(line: str, where: str) -> dict[str, Any]:
-    try:
-        value = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: not JSON: {error}") from error
-    return _is_object(value, where)
-
-
-def _is_object(value: Any, where: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ValueError(f"{where}: a JSON object was expected, not {type(value).__name__}")
-    return value
