@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from octavo.multimodal.demo_exam import LONGEST_ANSWER, on_photograph, photographs
 from octavo.multimodal.scenes import Scene
-from octavo.multimodal.scenes_prompts import remarked_images
-from octavo.multimodal.scenes_questions import ask
+from octavo.multimodal.scenes_prompts import question_part, remarked_images
+from octavo.multimodal.scenes_questions import Question, ask
 from octavo.multimodal.scenes_render import draw
 from octavo.scripts.image_traffic import segments_of
 
@@ -62,17 +62,17 @@ class Conversation:
         """In the demo model's form."""
         if self.question_first:
             return [f"question : {turn.question}", *self.about, "answer :"]
-        return [*self.about, f"question : {turn.question} answer :"]
+        return [*self.about, question_part(turn.question)]
 
 
 def conversations(seed: int) -> list[Conversation]:
     """One of every kind: an image; a pair; four images with remarks; eight with a needle; the question in front; and
     things on photographs that installed packages ship, where there are any."""
     rng = Random(f"conversations {seed}")
-    one = ask(rng, "describe", 1)
-    pair = ask(rng, "compare", 2)
+    one = _asked(rng, "describe", 1)
+    pair = _asked(rng, "compare", 2)
     hops = ask(rng, "multihop", 4)
-    needle = ask(rng, "needle_digit", 8)
+    needle = ask(rng, "needle_object", 8)
     first = ask(rng, "indexed_colour", 3)
     found = [
         _conversation(rng, "one image", one.scenes, [(one.question, one.answer), *_more(rng, one.scenes)]),
@@ -92,7 +92,7 @@ def conversations(seed: int) -> list[Conversation]:
     backdrops = photographs()
     if backdrops:
         names = [*backdrops, *backdrops][: max(2, min(3, len(backdrops)))]
-        scenes = [ask(rng, "describe", 1).scenes[0] for _ in names]
+        scenes = [_asked(rng, "describe", 1).scenes[0] for _ in names]
         title = f"things on photographs ({', '.join(dict.fromkeys(names))})"
         talk = _conversation(rng, title, scenes, [_described(scenes, 2), *_more(rng, scenes)])
         drawn = iter([on_photograph(scene, backdrops[name]) for scene, name in zip(scenes, names, strict=True)])
@@ -143,6 +143,14 @@ def pages_of(engine: Engine, prompt: Sequence[Any], completion: Completion) -> l
         Page(layout.kind(page), end - layout.first_token(page), end <= completion.cached_tokens)
         for page, end in enumerate(ends)
     ]
+
+
+def _asked(rng: Random, task: str, images: int) -> Question:
+    """A question about scenes that all show something."""
+    while True:
+        question = ask(rng, task, images)
+        if all(len(scene.things) > 1 for scene in question.scenes):
+            return question
 
 
 def _conversation(rng: Random, title: str, scenes: Sequence[Scene], asked: Sequence[tuple[str, str]]) -> Conversation:

@@ -6,7 +6,7 @@ import base64
 import html
 import io
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from octavo.scripts.conversations import Conversation, Page, Turn
 
@@ -26,6 +26,7 @@ STYLE = """
 .pages .found { opacity: .35; border-color: currentColor }
 """
 PIXELS_A_TOKEN = 0.6
+PALE = 0.35
 COLOURS = {"text": "#2466c9", "image": "#d97900"}
 LEGEND = (
     "A bar is a page, as wide as it has tokens: <b style='color:#2466c9'>text</b>, <b style='color:#d97900'>image</b>; "
@@ -41,18 +42,25 @@ def gallery(talks: Sequence[Conversation]) -> str:
 def conversation_figure(talks: Sequence[Conversation]) -> Figure:
     """The same as a picture: a row of images a conversation, with its questions and pages below."""
     from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
 
-    heights = [1.2 + 0.62 * len(talk.turns) for talk in talks]
-    figure = Figure(figsize=(10, sum(heights)), layout="constrained")
+    heights = [1.4 + 0.55 * len(talk.turns) for talk in talks]
+    figure = Figure(figsize=(10, 0.4 + sum(heights)), layout="constrained")
+    names = {"text": "page of text", "image": "page of an image"}
+    keys = [Patch(fc=COLOURS[kind], alpha=shade, label=f"{names[kind]}{shared}")
+            for kind in COLOURS for shade, shared in ((1.0, ""), (PALE, ", shared"))]  # fmt: skip
+    figure.legend(handles=keys, ncols=4, loc="outside upper center", frameon=False, fontsize=8)
     grid = figure.add_gridspec(len(talks), 1, height_ratios=heights)
     for place, talk in zip(grid, talks, strict=True):
-        rows = place.subgridspec(2, 8, height_ratios=[1.2, 0.62 * len(talk.turns)])
+        rows = place.subgridspec(2, 8, height_ratios=[1.4, 0.55 * len(talk.turns)])
         for column in range(8):
             axes = figure.add_subplot(rows[0, column])
             axes.axis("off")
             if column < len(talk.images):
                 axes.imshow(talk.images[column], interpolation="nearest")
                 axes.set_title(f"image {column + 1}", fontsize=7, pad=2)
+            if column == len(talk.images) and column < 7:
+                axes.text(0, 0.5, talk.title, fontsize=9, weight="bold", va="center", in_layout=False)
         _draw_turns(figure.add_subplot(rows[1, :]), talk)
     return figure
 
@@ -66,11 +74,12 @@ def _draw_turns(axes: Axes, talk: Conversation) -> None:
         ink = "#1f8f63" if turn.right else "#cc2222"
         line = axes.get_yaxis_transform()
         answer = turn.output if turn.right else f"{turn.output}   (right: {turn.gold})"
-        axes.text(0, number + 0.28, f"{turn.question}   ", fontsize=8, va="center")
-        axes.text(0.42, number + 0.28, _short(answer), fontsize=8, va="center", transform=line, color=ink)
+        style: dict[str, Any] = {"fontsize": 8, "va": "center", "in_layout": False}  # long words shrink no bar
+        axes.text(0, number + 0.28, turn.question, **style)
+        axes.text(0.42, number + 0.28, _short(answer), transform=line, color=ink, **style)
         at = 0.0
         for page in turn.pages:
-            width, shade = page.tokens / longest, 0.35 if page.found else 1.0
+            width, shade = page.tokens / longest, PALE if page.found else 1.0
             bar = Rectangle((at, number + 0.55), width, 0.28, lw=0.5, ec="white", fc=COLOURS[page.kind], alpha=shade)
             axes.add_patch(bar)
             at += width

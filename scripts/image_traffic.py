@@ -28,7 +28,7 @@ class TwoQuestions(NamedTuple):
 
 def questions(seed: int, requests: int, images: int) -> list[TwoQuestions]:
     """Prompts in the demo model's language, with remarks here and there, each about ``images`` scenes of its own."""
-    from octavo.multimodal.scenes_prompts import remarked_images
+    from octavo.multimodal.scenes_prompts import question_part, remarked_images
     from octavo.multimodal.scenes_questions import ask
     from octavo.multimodal.scenes_render import draw
 
@@ -39,7 +39,7 @@ def questions(seed: int, requests: int, images: int) -> list[TwoQuestions]:
         counted = f"in image {rng.randint(1, images)} , how many objects ?"
         shown = draw(described.scenes)
         about = [part if isinstance(part, str) else shown[part] for part in remarked_images(rng, images)]
-        asked = ([*about, f"question : {text} answer :"] for text in (described.question, counted))
+        asked = ([*about, question_part(text)] for text in (described.question, counted))
         made.append(TwoQuestions(*asked))
     return made
 

@@ -108,9 +108,10 @@ def ask(item: ImageItem, engines: Mapping[str, Engine], vision: VisionModel, con
 def prompt_of(item: ImageItem, question: str, vision: VisionModel) -> list[Any]:
     """The demo model's own form; for others their chat template, or plain text where they have none."""
     from octavo.multimodal.image_prompts import chat_prompt, image_prompt
+    from octavo.multimodal.scenes_prompts import question_part
 
     if vision.demo:
-        return image_prompt(vision.tokenizer, f"{item.context} question : {question} answer :", item.images)
+        return image_prompt(vision.tokenizer, f"{item.context} {question_part(question)}", item.images)
     text = f"{item.context}\n{question}".strip()
     if not getattr(vision.tokenizer, "chat_template", None):
         return image_prompt(vision.tokenizer, f"{text}\n", item.images)

@@ -1,4 +1,4 @@
-"""The experiment on benchmarks of images: rows, divergence, runs on made and on public records, resumption, refusals."""
+"""The experiment on benchmarks of images: rows, divergence, made and public records, resumption, refusals."""
 
 from __future__ import annotations
 
