@@ -51,8 +51,8 @@ def conversation_figure(talks: Sequence[Conversation]) -> Figure:
             for kind in COLOURS for shade, shared in ((1.0, ""), (PALE, ", shared"))]  # fmt: skip
     figure.legend(handles=keys, ncols=4, loc="outside upper center", frameon=False, fontsize=8)
     grid = figure.add_gridspec(len(talks), 1, height_ratios=heights)
-    for place, talk in zip(grid, talks, strict=True):
-        rows = place.subgridspec(2, 8, height_ratios=[1.4, 0.55 * len(talk.turns)])
+    for number, talk in enumerate(talks):
+        rows = grid[number, 0].subgridspec(2, 8, height_ratios=[1.4, 0.55 * len(talk.turns)])
         for column in range(8):
             axes = figure.add_subplot(rows[0, column])
             axes.axis("off")

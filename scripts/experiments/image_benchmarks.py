@@ -125,7 +125,7 @@ def prompt_of(item: ImageItem, question: str, vision: VisionModel) -> list[Any]:
 
 def tables(found: Sequence[Row]) -> list[report.Shown]:
     """A table for the tasks of each quality, with what is specific to it."""
-    shown = []
+    shown: list[report.Shown] = []
     for main, others in (("accuracy", ("consistency",)), ("soft_accuracy", ()), ("rouge_l", ("things_f1",))):
         own = [row for row in found if main in row]
         if own:

@@ -50,7 +50,8 @@ def soft_accuracy(output: str, answer: Sequence[object]) -> float:
         return 0.0
     if not isinstance(said, list):
         return 0.0
-    return 100.0 * sum(own == wanted for own, wanted in zip(said, answer, strict=False)) / len(answer)
+    right = sum(1 for own, wanted in zip(said, answer, strict=False) if own == wanted)
+    return 100.0 * right / len(answer)
 
 
 def chosen_option(output: str, options: Sequence[str]) -> int | None:
