@@ -8,7 +8,8 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.core.interfaces import Compressor, ModelSpec, SparseMethod
+from octavo.core.compression.interfaces import Compressor
+from octavo.core.interfaces import ModelSpec, SparseMethod
 
 Count = TypeVar("Count", int, NDArray[np.int64])
 

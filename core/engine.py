@@ -421,11 +421,9 @@ class Engine:
         """
         return self.score_many([(prompt, target, method)])[0]
 
-    def score_many(
-        self, items: Sequence[tuple[Prompt, str | list[int], SparseMethod | None]], unseen_tokens: int = 0
-    ) -> list[list[float]]:
-        """``score`` for several (prompt, target, method) at once, batched; ``unseen_tokens`` as for ``submit``."""
-        return score_many(self, items, unseen_tokens)
+    def score_many(self, items: Sequence[tuple[Prompt, str | list[int], SparseMethod | None]]) -> list[list[float]]:
+        """``score`` for several (prompt, target, method) at once, batched."""
+        return score_many(self, items)
 
     def session(
         self,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from octavo.core import sizing
 from octavo.core.config import SamplingParams
-from octavo.core.interfaces import Compressor, SparseMethod
+from octavo.core.interfaces import SparseMethod
 from octavo.core.memory.page_layout import PageLayout
 from octavo.core.memory.prefix_cache import root_key
 from octavo.core.sequence import Request
@@ -20,6 +20,8 @@ def validate_method(method: SparseMethod, engine: Engine) -> None:
     if not callable(getattr(method, "select", None)):
         raise ValueError(f"method={method!r} is no sparse method; octavo.scripts.build.method(name) makes one")
     method.validate(engine.spec, engine.config.text_page_tokens)
+    if getattr(method, "compressor", None) is not None:
+        engine._compaction.validate()
 
 
 def require_room(
@@ -76,9 +78,6 @@ def new_request(
     layout = layout or engine._text
     method = method or engine._method
     require_room(engine, layout, len(prompt), params, method, required_tokens)
-    compressor: Compressor | None = getattr(method, "compressor", None)
-    if compressor is not None:
-        engine._compaction.validate()
     if isinstance(unseen_tokens, bool) or not isinstance(unseen_tokens, int) or not 0 <= unseen_tokens < len(prompt):
         raise ValueError(
             f"unseen_tokens={unseen_tokens!r} must be 0 or more, and fewer than the prompt's {len(prompt)}"
@@ -98,6 +97,6 @@ def new_request(
         root=root_key([] if salt is None else [("salt", salt)]),
         layout=layout,
         unforked=params.n - 1,
-        compressor=compressor,
+        compressor=getattr(method, "compressor", None),
         unseen_tokens=unseen_tokens,
     )

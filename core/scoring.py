@@ -19,9 +19,10 @@ if TYPE_CHECKING:
 
 
 def score_many(
-    engine: Engine, items: Sequence[tuple[Prompt, str | list[int], SparseMethod | None]], unseen_tokens: int
+    engine: Engine, items: Sequence[tuple[Prompt, str | list[int], SparseMethod | None]], unseen_tokens: int = 0
 ) -> list[list[float]]:
-    """``Engine.score`` for several (prompt, target, method) at once, batched."""
+    """``Engine.score`` for several (prompt, target, method) at once, batched; ``unseen_tokens`` as for
+    ``Engine.submit``."""
     requests = []
     params = SamplingParams(max_tokens=1, seed=engine.config.seed)
     for prompt, target, method in items:

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from octavo.core.compression.interfaces import Compressor
 from octavo.core.compression.kept_set import KeptSet, Point
 from octavo.core.compression.observation import Observation
 from octavo.core.config import SamplingParams
-from octavo.core.interfaces import Compressor, SparseMethod
+from octavo.core.interfaces import SparseMethod
 from octavo.core.memory.block_table import BlockTable
 from octavo.core.memory.layer_groups import LayerPlan
 from octavo.core.memory.page_layout import PageLayout

@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from octavo.core.interfaces import Context, LayerContext
+from octavo.core.compression.interfaces import Context, LayerContext
 from octavo.sparse.checks import check_integer
 from octavo.sparse.snapkv import window_attention
 from octavo.sparse.token_scores import Rated

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.core.interfaces import Context, Kept, ModelSpec
+from octavo.core.compression.interfaces import Context, Kept
+from octavo.core.interfaces import ModelSpec
 from octavo.sparse.checks import check_integer
 from octavo.sparse.eviction import ReadsKept
 from octavo.sparse.keep import Keep

@@ -10,18 +10,8 @@ from typing import ClassVar, Literal, cast
 import torch
 from torch import Tensor
 
-from octavo.core.interfaces import (
-    Budget,
-    Context,
-    Digest,
-    Kept,
-    LayerContext,
-    ModelSpec,
-    PagesRead,
-    PageView,
-    Selection,
-    TokenScorer,
-)
+from octavo.core.compression.interfaces import Context, Kept, LayerContext, TokenScorer
+from octavo.core.interfaces import Budget, Digest, ModelSpec, PagesRead, PageView, Selection
 from octavo.sparse.checks import check_integer
 from octavo.sparse.keep import Keep
 from octavo.sparse.ranking import kept_first

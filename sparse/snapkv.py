@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool1d, max_pool1d
 
-from octavo.core.interfaces import Context, LayerContext
+from octavo.core.compression.interfaces import Context, LayerContext
 from octavo.sparse.checks import check_integer
 from octavo.sparse.ranking import grouped
 from octavo.sparse.token_scores import Rated

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from octavo.core.interfaces import Context, LayerContext
+from octavo.core.compression.interfaces import Context, LayerContext
 
 
 class Rated:

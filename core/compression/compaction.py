@@ -10,12 +10,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from octavo.core.compression.interfaces import Compressor
 from octavo.core.compression.kept_set import KeptSet
 from octavo.core.compression.kept_tables import KeptTables, pack_runs, slab_pool
 from octavo.core.compression.split_units import Slabs, SplitUnits
 from octavo.core.execution.step_runner import StepRunner
 from octavo.core.hf_model import HFModel
-from octavo.core.interfaces import Compressor, LayerTraits, ModelSpec
+from octavo.core.interfaces import LayerTraits, ModelSpec
 from octavo.core.memory.host_tier import HostTier
 from octavo.core.memory.layer_groups import LayerPlan
 from octavo.core.memory.page_pool import PagePool

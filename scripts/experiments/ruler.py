@@ -130,6 +130,7 @@ def _answered(
 ) -> list[Sample]:
     """The prompt dense, but for what reads dropped text, the answer under each method."""
     from octavo.core import SamplingParams
+    from octavo.core.scoring import score_many
 
     params = SamplingParams(max_tokens=config.max_new_tokens, seed=config.seed)
     unseen = len(prompt.question) if config.question == "unseen" else 0
@@ -139,7 +140,7 @@ def _answered(
     }
     completions = engine.finish(list(ids.values()))
     seconds = time.perf_counter() - start
-    likelihoods = engine.score_many([(prompt.ids, gold, method) for method in methods.values()], unseen)
+    likelihoods = score_many(engine, [(prompt.ids, gold, method) for method in methods.values()], unseen)
     samples = []
     for (name, method), logprobs in zip(methods.items(), likelihoods, strict=True):
         sample = long_context.generated(engine, completions[ids[name]], seconds)

@@ -105,6 +105,22 @@ class TestRuler:
         assert len({spec.id for spec in made}) == len(made) == 6 * 3 * 5 * 2
         assert len({spec.task for spec in made[:6]}) == 6
 
+    def test_unseen(self, octavo: Command, tiny_model: Path) -> None:
+        """What is dropped before the question differs from what is dropped after it; a dense request is the same."""
+        found = {}
+        dropping = (
+            *self.ARGUMENTS[: -len(METHODS)], "tasks=[needle_single]", "page_map=false",
+            "sparse.methods=[dense,snapkv]", "sparse.budget_tokens=128",
+        )  # fmt: skip
+        for question in ("dense", "unseen"):
+            outcome = octavo(*dropping, f"model.path={tiny_model}", f"question={question}")
+            assert outcome.code == 0, outcome.err
+            found[question] = {s["method"]: s["gold_logprobs"] for s in samples(outcome.folder)}
+            for sample in samples(outcome.folder):
+                assert sample["kv_bytes_read"] == sample["predicted_kv_bytes"]
+        assert found["dense"]["dense"] == found["unseen"]["dense"]
+        assert found["dense"]["snapkv"] != found["unseen"]["snapkv"]
+
     @pytest.mark.parametrize(
         ("override", "message"),
         [
@@ -114,7 +130,6 @@ class TestRuler:
             ("depths=[1.5]", "depths=1.5: must be 0"),
             ("depths=[0.5,0.5]", "depths lists 0.5 twice"),
             ("budgets=[0]", "budgets=0: must be at least 1"),
-            ("question=unseen", "no placement drops any yet"),
             ("question=spars", "question=spars: unknown; did you mean 'sparse'?"),
             ("chat=true", "chat=true: this model's tokenizer has no chat template"),
         ],

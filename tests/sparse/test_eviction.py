@@ -103,6 +103,8 @@ def test_hidden_and_dropped_pages_give_the_same_bits(name, model, engine_for, dr
 @pytest.mark.parametrize("name", EVICTING)
 def test_predicted_bytes_are_the_counted_ones(name, kind, page_tokens, model, engine_for, drain):
     parts = KINDS[kind]
+    if name == "pyramid_snapkv":  # its last layer keeps little more
+        parts = {**parts, "budget": {"kept_tokens": 3 * page_tokens}}
     chosen = evicting(name, 5 * page_tokens, **parts, dense_layers=[0])
     prompt = PROMPT * 2
     engine = engine_for(model, page_tokens=page_tokens, pool_tokens=60 * page_tokens)

@@ -1,0 +1,101 @@
+"""The protocols of methods that decide which tokens are kept: what they may see, and what they say.
+
+Shapes: N tokens of a sequence, L layers that see everything, Hq query and Hkv KV heads, D head_dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from octavo.core.interfaces import LayerTraits, ModelSpec
+
+
+class LayerContext(Protocol):
+    """What one layer holds of one sequence that is about to be compressed: N tokens in the order of their positions,
+    those that an earlier compression has kept and all since. Heads that hold fewer have padding at the end.
+
+    ``positions`` int64 [Hkv, N], -1 in padding; ``keys, values [Hkv, N, D]``, after RoPE, 0 in padding; ``queries
+    [w, Hq, D]`` of the last w tokens, after RoPE; ``carried`` fp32 [Hkv, N] is what the compressor has left for the
+    tokens it has kept, 0 for others. ``module`` is the model's own attention module, for its weights.
+    """
+
+    layer: int
+    traits: LayerTraits
+    positions: Tensor
+    keys: Tensor
+    values: Tensor
+    queries: Tensor
+    carried: Tensor
+    module: torch.nn.Module
+
+
+class Context(Protocol):
+    """A sequence of ``tokens`` tokens that is about to be compressed, in all ``layers`` that see everything. The last
+    ``open_tokens`` of them are on the open page, which is never compressed. ``model`` is the whole model, for what its
+    layers share."""
+
+    tokens: int
+    open_tokens: int
+    page_tokens: int
+    layers: tuple[int, ...]
+    spec: ModelSpec
+    model: torch.nn.Module
+
+    def layer(self, number: int) -> LayerContext:
+        """Reads the layer's K and V."""
+        ...
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Which tokens of a context are kept: bool [L, Hkv, N] for its L layers, in the order of ``LayerContext``; of the
+    open page, and in padding, it may say anything. ``carry`` fp32 [L, Hkv, N] is given back at the next compression."""
+
+    tokens: Tensor
+    carry: Tensor | None = None
+
+
+class Compressor(Protocol):
+    """Decides which tokens a sequence keeps once its prompt is computed, and after every ``every`` tokens from then on
+    (0: never again).
+
+    ``window``: queries that it wants to see, of the last so many tokens, and later of those since it decided last;
+    ``drops``: what is not kept goes back to the
+    pool; otherwise whole pages are kept, nothing moves, and the others are only hidden.
+    """
+
+    @property
+    def window(self) -> int: ...
+    @property
+    def every(self) -> int: ...
+    @property
+    def drops(self) -> bool: ...
+
+    def keep(self, context: Context) -> Kept | None:
+        """What to keep; None: everything. A compressor that does not drop keeps or hides whole pages."""
+        ...
+
+    def kept_units(self, tokens: int, layer: int, spec: ModelSpec, page_tokens: int, unit_tokens: int) -> int:
+        """Table entries, over all KV heads, that ``layer`` lists of the full pages of a sequence that was compressed at
+        ``tokens`` tokens, in closed form; the most that there can be, where heads share a budget."""
+        ...
+
+
+class TokenScorer(Protocol):
+    """Rates tokens: one with a larger score is kept first. ``window``: queries that it wants to see; ``shares``: scores
+    estimate shares of a head's attention; ``carries``: it is given back the scores of what was kept."""
+
+    @property
+    def window(self) -> int: ...
+    @property
+    def shares(self) -> bool: ...
+    @property
+    def carries(self) -> bool: ...
+
+    def score(self, layer: LayerContext, context: Context) -> Tensor:
+        """fp32 [Hkv, N]; in padding arbitrary, NaN included."""
+        ...
