@@ -19,7 +19,7 @@ from octavo.core.config import EngineConfig, SamplingParams
 from octavo.core.detokenizer import Detokenizer
 from octavo.core.encoding.encoded_items import EncodedItems
 from octavo.core.encoding.items import image_encoder, with_image_pages
-from octavo.core.execution.sampler import sample, token_logprobs
+from octavo.core.execution.sampler import record_known, sample
 from octavo.core.execution.step_runner import Flight, Row, StepRunner
 from octavo.core.generation import generate
 from octavo.core.hf_model import HFModel, load
@@ -519,7 +519,7 @@ class Engine:
         """Record known tokens' log-probabilities, fork the samples of finished prompts, draw, and see who is done."""
         known = [i for i, row in enumerate(rows) if row.position + 1 < len(row.chunk.sequence.tokens)]
         if known:
-            self._record_known(logits[known], [rows[i] for i in known])
+            record_known(logits[known], [(rows[i].chunk.sequence, rows[i].position) for i in known])
         drawing: list[tuple[int, TokenSequence]] = []
         for i, row in enumerate(rows):
             if row.position + 1 == len(row.chunk.sequence.tokens):
@@ -536,13 +536,6 @@ class Engine:
                     sequence.sample_logprobs.append(logprobs)
                 sequence.tokens.append(token)
                 self._undelivered.append(self._take(sequence, token))
-
-    def _record_known(self, logits: torch.Tensor, rows: list[Row]) -> None:
-        sequences = [row.chunk.sequence for row in rows]
-        tokens = [s.tokens[row.position + 1] for s, row in zip(sequences, rows, strict=True)]
-        counts = [s.request.params.prompt_logprobs or 0 for s in sequences]
-        for sequence, row, entry in zip(sequences, rows, token_logprobs(logits, tokens, counts), strict=True):
-            sequence.known_logprobs[row.position + 1] = entry
 
     def _fork_samples(self, first: TokenSequence) -> list[TokenSequence]:
         """The other samples of a request, sharing every page of the first; without a free place they wait."""

@@ -58,6 +58,15 @@ def token_logprobs(logits: Tensor, tokens: list[int], counts: list[int]) -> list
     ]
 
 
+def record_known(logits: Tensor, rows: list[tuple[Sequence, int]]) -> None:
+    """Note the log-probabilities of tokens that are known already: row i of ``logits`` [R, V] is what comes behind a
+    position of a sequence."""
+    tokens = [sequence.tokens[position + 1] for sequence, position in rows]
+    counts = [sequence.request.params.prompt_logprobs or 0 for sequence, _ in rows]
+    for (sequence, position), entry in zip(rows, token_logprobs(logits, tokens, counts), strict=True):
+        sequence.known_logprobs[position + 1] = entry
+
+
 def _penalised(logits: Tensor, sequences: list[Sequence], eos_token_ids: frozenset[int]) -> Tensor:
     """Logits after the repetition penalty and the minimum length; the input is left alone."""
     changed = logits
