@@ -59,7 +59,8 @@ class SplitUnits:
         self._free[fresh] = True
         units = self.units
         free = self._free[units].reshape(-1, self._heads)
-        slabs: Slabs = (units[:, None] * self.unit_layers + np.arange(self.unit_layers, dtype=np.int32)).ravel()
+        parts = np.arange(self.unit_layers, dtype=np.int32)
+        slabs: Slabs = (units[:, None] * self.unit_layers + parts).ravel().astype(np.int32)
         taken = [slabs[np.flatnonzero(free[:, head])[:count]] for head, count in enumerate(runs.tolist())]
         for head, own in enumerate(taken):
             self._free.reshape(-1, self._heads)[own, head] = False
