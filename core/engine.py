@@ -19,6 +19,7 @@ from octavo.core.config import EngineConfig, SamplingParams
 from octavo.core.detokenizer import Detokenizer
 from octavo.core.encoding.encoded_items import EncodedItems
 from octavo.core.encoding.items import image_encoder, with_image_pages
+from octavo.core.encoding.reusing import compare_images, extended, validate_reuse
 from octavo.core.execution.sampler import record_known, sample
 from octavo.core.execution.step_runner import Flight, Row, StepRunner
 from octavo.core.generation import generate
@@ -27,7 +28,7 @@ from octavo.core.inspection import capacity_report
 from octavo.core.inspection.counters import engine_stats
 from octavo.core.inspection.invariants import check_engine
 from octavo.core.inspection.trace_recorder import TraceRecorder
-from octavo.core.interfaces import ModelSpec, SegmentEncoder, SparseMethod
+from octavo.core.interfaces import ModelSpec, SegmentEncoder, SegmentReuse, SparseMethod
 from octavo.core.memory.layer_groups import LayerPlan
 from octavo.core.memory.page_layout import PageLayout
 from octavo.core.memory.page_pool import PagePool, Units
@@ -71,6 +72,7 @@ class Engine:
         config: see ``EngineConfig``.
         method: the sparse method of every request that names none; None is dense.
         encoders: {"image": encoder} lets prompts hold images, or whatever else the encoder reads.
+        reuse: how images are reused (``octavo.multimodal.reuse``); None: behind the same prefix only, which is exact.
 
     Raises:
         UnsupportedModelError: attention that cannot be paged.
@@ -85,12 +87,14 @@ class Engine:
         *,
         method: SparseMethod | None = None,
         encoders: Mapping[str, SegmentEncoder] | None = None,
+        reuse: SegmentReuse | None = None,
     ) -> None:
         encoder = image_encoder(encoders)
         self.config = with_image_pages(config or EngineConfig(), encoder)
         self.tokenizer = tokenizer
         self._model = HFModel(model)
         self._method = method
+        self._reuse = reuse
         self._max_tokens = sizing.max_tokens(self.config, self.spec)
         backend = sizing.backend(self.config, self.spec, self._model.device)
         execution = sizing.execution(self.config, backend, self._model.device)
@@ -124,9 +128,8 @@ class Engine:
         )
         self._compaction = Compaction(self._model, self._runner, self._pool, self._plan, self._scheduler, self._host)
         self._prompts = PromptReader(tokenizer, self.spec.vocab_size, encoder, self.config.step_tokens)
-        self._eos = self._model.eos_token_ids | {
-            token for token in [getattr(tokenizer, "eos_token_id", None)] if token is not None
-        }
+        eos = getattr(tokenizer, "eos_token_id", None)
+        self._eos = self._model.eos_token_ids | (set() if eos is None else {eos})
         self._requests: dict[str, Request] = {}
         self._arrivals = 0
         self._steps = 0
@@ -137,6 +140,7 @@ class Engine:
         self.watch: PageWatch | None = None
         if method is not None:
             validate_method(method, self)
+        validate_reuse(reuse, self)
 
     @classmethod
     def from_pretrained(
@@ -202,6 +206,7 @@ class Engine:
         priority: int = 0,
         salt: str | None = None,
         unseen_tokens: int = 0,
+        reuse: SegmentReuse | None = None,
     ) -> str:
         """Queue a request and give its id. Nothing is held before the scheduler admits it.
 
@@ -210,13 +215,14 @@ class Engine:
             priority: a higher one is served first and may preempt a lower one.
             salt: only requests with the same salt share cached pages.
             unseen_tokens: of the end of the prompt, which a method that drops tokens does not know when it decides.
+            reuse: how its images are reused, instead of the engine's way.
 
         Raises:
             CapacityError: the prompt and what must follow it can never fit.
             ValueError: an unusable prompt, or an id that is in use.
         """
         tokens, segments = self._prompts.read_segments(prompt)
-        layout = self._text.extended(0, segments)
+        layout = extended(self, self._text, 0, segments, reuse)
         request = new_request(self, tokens, params, request_id, method, priority, salt, None, layout, unseen_tokens)
         sequence = TokenSequence(request, 0, SharedList(request.prompt), self._pool, self._plan)
         with interrupts.held():
@@ -261,7 +267,7 @@ class Engine:
         while True:
             plan = self._scheduler.schedule()
             self._runner.queue_copies(plan.copies)
-            if plan.chunks or plan.stranded or self._undelivered:
+            if plan.chunks or plan.stranded or plan.compared or self._undelivered:
                 return plan
             if not self._items.settle():  # or some image was finished in the meantime
                 busy: list[Future[Any]] = [*self._items.futures, *self._productions.futures]
@@ -278,8 +284,9 @@ class Engine:
             self._undelivered.append(self._finish(sequence, "capacity"))
         if plan.chunks:
             self._pass(plan)
-        elif self._requests and not plan.stranded and not self._undelivered:
+        elif self._requests and not (plan.stranded or plan.compared or self._undelivered):
             raise RuntimeError(f"no progress is possible: {capacity_report.queues(self)}")
+        compare_images(self, plan.compared)
 
     def _following(self) -> list[TokenSequence]:
         """Who is sure to take part in the next step, if it can be planned before the tokens of the last one are read:
@@ -426,16 +433,12 @@ class Engine:
         return score_many(self, items)
 
     def session(
-        self,
-        prompt: Prompt = "",
-        *,
-        method: SparseMethod | None = None,
-        salt: str | None = None,
-        producers: Mapping[int | str, Producer] | None = None,
-    ) -> Session:
+        self, prompt: Prompt = "", *, method: SparseMethod | None = None, salt: str | None = None,
+        producers: Mapping[int | str, Producer] | None = None, reuse: SegmentReuse | None = None,
+    ) -> Session:  # fmt: skip
         """A growing conversation whose pages stay between turns; see ``Session``. ``producers``, by marker, add to a
         turn while it is generated."""
-        return Session(self, prompt, method or self._method, salt, producers or {})
+        return Session(self, prompt, method or self._method, salt, producers or {}, reuse)
 
     def stats(self) -> EngineStats:
         """Counters and the state of the pool now."""
@@ -487,7 +490,7 @@ class Engine:
         keys = sequence.keys(full)
         for number in range(done, full):
             parent = sequence.nodes[-1] if sequence.nodes else request.root
-            node = index.enter(keys[number], parent, *sequence.contents(number))
+            node = index.enter(keys[number], parent, *sequence.contents(number), lent=sequence.layout.lent(number))
             for group, table in enumerate(sequence.tables):
                 (page,) = table.pages(number, number + 1).tolist()
                 if page not in index:

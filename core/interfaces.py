@@ -153,6 +153,43 @@ class SegmentEncoder(Protocol):
         ...
 
 
+class SegmentReuse(Protocol):
+    """How the KV of an image serves a request in which something else stands in front of it.
+
+    ``exact``: not at all; then ``finds`` says whether images are found behind the very same prefix. Otherwise the image
+    is computed once behind the first ``context_tokens`` tokens of a prompt and nothing else, and every request takes
+    that KV: pages are listed where they are and queries turned, or (``copies``) copied with their keys turned, and the
+    image's first ``head`` tokens are computed again where they stand. With a ``layer``, its tokens are all computed up
+    to that layer (counted from 0), where the KV that they have in their place is compared with the copied one, and
+    those that it ``chooses`` are computed in the layers behind it, too. ``provenance`` marks the keys of pages that
+    such an image has shaped.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def exact(self) -> bool: ...
+    @property
+    def finds(self) -> bool: ...
+    @property
+    def copies(self) -> bool: ...
+    @property
+    def context_tokens(self) -> int: ...
+    @property
+    def provenance(self) -> str: ...
+
+    def head(self, tokens: int, page_tokens: int) -> int:
+        """Tokens of an image of ``tokens``, on pages of ``page_tokens``, that are computed where they stand."""
+        ...
+
+    @property
+    def layer(self) -> int | None: ...
+
+    def choose(self, deviations: Tensor) -> Tensor:
+        """Tokens to compute, int64 ascending, by ``deviations`` fp32 [N]: squared distances of K and V, all heads."""
+        ...
+
+
 class Digest(Protocol):
     """A pure function of a full page's contents, made once when the page is sealed and shared with it.
 

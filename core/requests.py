@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from octavo.core import sizing
 from octavo.core.config import SamplingParams
+from octavo.core.encoding.reusing import validate_reused
 from octavo.core.interfaces import SparseMethod
 from octavo.core.memory.page_layout import PageLayout
 from octavo.core.memory.prefix_cache import root_key
@@ -37,6 +38,7 @@ def require_room(
     must = params.max_tokens if params.ignore_eos else max(1, params.min_tokens)
     required = must if required_tokens is None else required_tokens
     sizing.check_fits(layout, engine._plan, prompt_tokens, required, engine._max_tokens, engine._pool)
+    validate_reused(layout, prompt_tokens)
     if method is not None:
         validate_method(method, engine)
         if not layout.uniform:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from octavo.core.config import EngineConfig
+from octavo.core.encoding.sources import find_nodes, lent_entries, place_loans
 from octavo.core.inspection.trace_recorder import TraceRecorder
 from octavo.core.memory.host_tier import HostTier
 from octavo.core.memory.layer_groups import LayerPlan
@@ -38,7 +39,9 @@ class Chunk:
 @dataclass
 class StepPlan:
     """What one step computes. ``copies`` are (source, destination) units int32 [k, 2] of a page each, to be copied in
-    order before the pass; ``stranded`` sequences are alone and still do not fit.
+    order before the pass, or (source, destination, delta) int32 [k, 3], whose keys move by delta positions;
+    ``stranded`` sequences are alone and still do not fit; of those ``compared`` the step finds out which tokens of
+    their images are to be computed.
 
     ``ahead``: made while the tokens of the step before are not known yet; then ``grown`` are the only sequences whose
     tables have changed since that step."""
@@ -47,6 +50,7 @@ class StepPlan:
     copies: list[Units] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
     stranded: list[Sequence] = field(default_factory=list)
+    compared: list[Sequence] = field(default_factory=list)
     ahead: bool = False
     grown: list[Sequence] = field(default_factory=list)
 
@@ -114,6 +118,9 @@ class Scheduler:
         A sequence is computed as far as its images are encoded, or can be in this step (``EncodedItems.reach``). One
         that waits for the encoder is passed over, and holds up nobody; where images are encoded beside the engine,
         those of sequences that cannot run yet are asked for meanwhile.
+        A sequence that reuses images is passed over until the KV of all of them is there, while its sources, which
+        compute what is not, come right in front of it (``octavo.core.encoding.sources``). A source that is done is
+        parked until then. If its pages are lost all the same, its second turn ends admission for whoever comes later.
 
         An image whose tokens see one another is computed in one step. Where it does not fit into what is left of a
         step it waits, and as its sequence was then served least recently, it comes first in the next; a sequence that
@@ -128,16 +135,21 @@ class Scheduler:
         if self.recorder is not None:
             self.recorder.stepping(self._step, self._pool.evictions)
         plan = StepPlan()
+        self._end_sources()
         waiting = set(self.waiting)
         admitting = True
 
         def turn(s: Sequence) -> tuple[int, ...]:
             return -s.request.priority, s in waiting, 0 if s in waiting else s.served_at, *_age(s)
 
-        for sequence in sorted([*self.running, *self.waiting], key=turn):
+        queue = sorted([*self.running, *self.waiting], key=turn)
+        for at, sequence in enumerate(queue):  # it may grow behind ``at``
             left = self._config.step_tokens - plan.tokens
             if left <= 0 and not self._items.ahead:
                 break
+            if sequence.compares and sequence not in waiting:
+                plan.compared.append(sequence)
+                continue
             if sequence not in waiting:
                 count = self._reached(sequence, sequence.computed, left)
                 if count > 0 and sequence not in plan.preempted:
@@ -150,13 +162,27 @@ class Scheduler:
             owner = self._computing.get(match.missing) if match.missing else None
             if owner is not None and owner.request.priority >= sequence.request.priority:
                 continue
+            if sequence.serves is not None and self._is_needless(sequence):
+                self.remove(sequence)
+                continue
+            if match.missing_sources:
+                if not barred and admitting:
+                    fresh = [s for s in match.missing_sources if s not in waiting and s not in self.running]
+                    admitting = not (fresh and sequence.lost_sources)
+                    sequence.lost_sources = True
+                    for source in fresh:
+                        source.finish_reason = None
+                    self.waiting += fresh
+                    waiting |= set(fresh)
+                    queue[at + 1 : at + 1] = fresh
+                continue
             found = sequence.layout.first_token(len(match.nodes))
             count = self._reached(sequence, found, left) or self._reached(sequence, found, self._config.step_tokens)
             if barred or left <= 0 or not admitting or count == 0:
                 continue
             admitting = self._admit(sequence, match, count, plan)
             if not admitting and not self.running and not plan.chunks:
-                plan.stranded.append(sequence)
+                plan.stranded.append(sequence.serves or sequence)
         self.running_peak = max(self.running_peak, len(self.running))
         if self.recorder is not None:
             self.recorder.planned(self._pool.evictions)
@@ -208,6 +234,9 @@ class Scheduler:
         else:
             (self.waiting if sequence in self.waiting else self.parked).remove(sequence)
         sequence.rewind()
+        if sequence.serves is not None:
+            sequence.finish_reason = "abort"
+        self._drop_sources(sequence, [*self.running, *self.waiting, *self.parked])
         if self.recorder is not None:
             self.recorder.closed(sequence)
 
@@ -289,9 +318,9 @@ class Scheduler:
                 if victim is sequence:
                     return
             else:
-                count = sequence.chunk(bisect_right(range(1, count), self._pool.available, key=sequence.units_for))
+                count = sequence.fitting(bisect_right(range(1, count), self._pool.available, key=sequence.units_for))
                 if count == 0:
-                    plan.stranded.append(sequence)
+                    plan.stranded.append(sequence.serves or sequence)
                     return
         self._place(sequence, count, plan)
 
@@ -311,8 +340,12 @@ class Scheduler:
         hit_tokens = layout.first_token(hit_pages)
         restored = sum(layout.page_entries(page) * self._plan.groups[group].slices for page, group in match.restores)
 
+        lent = lent_entries(layout, hit_tokens) if match.loans else 0
+        placed = max((loan.first_page + len(loan.pages) for loan in match.loans), default=0)
+
         def fresh_for(count: int) -> int:
-            grown = layout.first_entry(layout.pages_for(hit_tokens + count)) - layout.first_entry(hit_pages)
+            last = max(layout.pages_for(hit_tokens + count), placed)
+            grown = layout.first_entry(last) - layout.first_entry(hit_pages) - lent
             return grown * self._plan.slices + restored
 
         if not self.running and any(group.window for group in self._plan.groups):
@@ -338,24 +371,32 @@ class Scheduler:
             else:  # a policy pinned what it had not said that it would
                 return False
 
-        self._pool.retain(found)
+        self._pool.retain(match.hit_pages)
         self._restore(sequence, match)
         for table, pages in zip(sequence.tables, match.pages, strict=True):
             table.append(pages)
-        self._pool.book.touch(found, sequence.request.priority)
+        if match.loans:
+            plan.copies += place_loans(match.loans, sequence.table, layout, self._pool)
+            self._drop_sources(sequence, [*self.waiting, *self.parked])
+            sequence.lost_sources = False
+        self._pool.book.touch(np.unique(found), sequence.request.priority)
         sequence.computed, sequence.nodes = hit_tokens, SharedList(match.nodes)
         self.waiting.remove(sequence)
         self.running.append(sequence)
         if self.recorder is not None:
             self.recorder.admitted(sequence, hit_tokens)
-        if count <= self._config.step_tokens - plan.tokens:  # if not, it comes first in the next step
+        sequence.compares = any(loan.item.reuse.layer is not None for loan in match.loans)  # type: ignore[union-attr]
+        if sequence.compares:
+            plan.compared.append(sequence)
+        elif sequence.work(count) <= self._config.step_tokens - plan.tokens:  # if not, it comes first in the next step
             self._place(sequence, count, plan)
         if self._config.prefix_cache:
             for key in sequence.keys(sequence.findable_pages(sequence.goal))[hit_pages:]:
                 self._computing.setdefault(key, sequence)
+        spared = hit_tokens + sum(loan.item.spared for loan in match.loans)
         if sequence.request.cached_tokens is None:
-            sequence.request.cached_tokens = hit_tokens
-        self.hit_tokens += hit_tokens
+            sequence.request.cached_tokens = spared
+        self.hit_tokens += spared
         self.query_tokens += len(sequence.tokens)
         return True
 
@@ -378,34 +419,55 @@ class Scheduler:
         if not match.restores:
             return
         assert self._host is not None
-        wanted = [(number, group, match.nodes[number].host[group]) for number, group in match.restores]
+        wanted = [(number, group, match.holders[number].host[group]) for number, group in match.restores]
         for *_, host_page in wanted:
             self._host.hold(host_page)  # what is evicted to make room for them must not push them out
         for number, group, host_page in wanted:
             size = self._host.page_units(host_page)
             (page,) = self._pool.allocate(1, size)
             self._host.restore(host_page, self._pool.units_of(np.array([page], np.int32), size)[0])
-            self._publish(int(page), match.nodes[number], group, sequence.request.priority)
+            self._publish(int(page), match.holders[number], group, sequence.request.priority)
             match.pages[group][number] = page
 
     def _place(self, sequence: Sequence, count: int, plan: StepPlan) -> None:
         """Give a chunk its pages and put it in the plan."""
         assert count > 0, "a chunk has tokens"
         layout = sequence.layout
-        first, last = layout.page_of(sequence.computed), layout.pages_for(sequence.computed + count)
+        first, last = sequence.first_written(count), layout.pages_for(sequence.computed + count)
         for table in sequence.tables:
             if first < table.n_pages and table.copy_needed(first):
                 plan.copies.append(table.copy_on_write(first))
             table.extend(last, layout)
         sequence.writable = layout.first_token(last)
-        plan.chunks.append(Chunk(sequence, sequence.computed, count))
+        plan.chunks += [Chunk(sequence, start, stop - start) for start, stop in sequence.pieces(count)]
         if self.recorder is not None:
             self.recorder.placed(sequence, sequence.computed + count)
         sequence.served_at = self._step
 
+    def _end_sources(self) -> None:
+        """Park the sources that are done, for who waits for them; nobody needs the others any more."""
+        for source in [s for s in self.running if s.serves is not None and s.computed == s.goal]:
+            if source.serves in self.waiting:
+                self.park(source)
+            else:
+                self.remove(source)
+
+    def _is_needless(self, source: Sequence) -> bool:
+        """Whether a source that waits has nothing to compute: its pages are there, or nobody waits for it."""
+        pages = source.layout.full_pages(source.goal)
+        nodes = find_nodes(source, pages, self._pool.index)
+        return source.serves not in self.waiting or (len(nodes) == pages and all(node.page(0) for node in nodes))
+
+    def _drop_sources(self, sequence: Sequence, among: list[Sequence]) -> None:
+        """A sequence needs its sources no more. Those that run may be in the plan, and end with the next step."""
+        for source in sequence.sources.values():
+            if source in among:
+                self.remove(source)
+
     def _preempt(self, sequence: Sequence, plan: StepPlan) -> None:
         """Preempt a sequence while planning: its chunk, if it has one, leaves the plan."""
         plan.chunks = [chunk for chunk in plan.chunks if chunk.sequence is not sequence]
+        plan.compared = [other for other in plan.compared if other is not sequence]
         plan.preempted.append(sequence)
         self.preempt(sequence)
 

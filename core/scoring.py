@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from octavo.core.config import SamplingParams
+from octavo.core.encoding.reusing import extended
 from octavo.core.errors import CapacityError
 from octavo.core.inspection import capacity_report
-from octavo.core.interfaces import SparseMethod
+from octavo.core.interfaces import SegmentReuse, SparseMethod
 from octavo.core.prompts import Prompt
 from octavo.core.requests import new_request
 from octavo.core.sequence import Sequence as TokenSequence
@@ -19,16 +20,19 @@ if TYPE_CHECKING:
 
 
 def score_many(
-    engine: Engine, items: Sequence[tuple[Prompt, str | list[int], SparseMethod | None]], unseen_tokens: int = 0
+    engine: Engine,
+    items: Sequence[tuple[Prompt, str | list[int], SparseMethod | None]],
+    unseen_tokens: int = 0,
+    reuse: SegmentReuse | None = None,
 ) -> list[list[float]]:
-    """``Engine.score`` for several (prompt, target, method) at once, batched; ``unseen_tokens`` as for
+    """``Engine.score`` for several (prompt, target, method) at once, batched; ``unseen_tokens`` and ``reuse`` as for
     ``Engine.submit``."""
     requests = []
     params = SamplingParams(max_tokens=1, seed=engine.config.seed)
     for prompt, target, method in items:
         prefix, segments = engine._prompts.read_segments(prompt)
         forced = engine._prompts.read(target, continues=True)
-        layout = engine._text.extended(0, segments)
+        layout = extended(engine, engine._text, 0, segments, reuse)
         request = new_request(engine, prefix, params, None, method, 0, None, len(forced), layout, unseen_tokens)
         requests.append((request, forced))
     for request, forced in requests:

@@ -15,12 +15,15 @@ from octavo.core.compression.interfaces import Compressor
 from octavo.core.compression.kept_set import KeptSet, Point
 from octavo.core.compression.observation import Observation
 from octavo.core.config import SamplingParams
+from octavo.core.encoding.item import ItemSpan
+from octavo.core.encoding.pieces import pieces, reach, reused
+from octavo.core.encoding.sources import Loan, find_loans, find_nodes, lent_nodes, source_request
 from octavo.core.interfaces import SparseMethod
 from octavo.core.memory.block_table import BlockTable
 from octavo.core.memory.layer_groups import LayerPlan
 from octavo.core.memory.page_layout import PageLayout
 from octavo.core.memory.page_pool import PagePool, Pages
-from octavo.core.memory.prefix_cache import Node, PageKey, Parent, PrefixCache, Tags, page_key
+from octavo.core.memory.prefix_cache import Node, PageKey, PrefixCache, Tags, page_key
 from octavo.core.outputs import Completion, Sample, StepOutput, TokenLogprobs
 from octavo.core.shared_list import SharedList
 
@@ -117,6 +120,10 @@ class Sequence:
     Tokens before ``writable`` have their place in pages that nobody else holds, so far as they are not computed. With
     ``full_at`` computed tokens the first page is full that has no node yet; 0 is not worked out.
 
+    Where images are reused, ``sources`` are the sequences by which their KV is found or computed, by the image's first
+    token; such a sequence ``serves`` this one (``core/encoding/sources.py``). While it ``compares`` it is not known
+    which tokens of its images will be computed.
+
     Under a sparse method the tokens in ``sparse_spans`` are computed one at a time, each with its own selection, so
     that recomputing them after a preemption gives the KV that decoding gave. From the first of them on, the KV is
     shaped by the method, and the keys of its pages say so.
@@ -131,6 +138,7 @@ class Sequence:
         self.sample = sample
         self.tokens = tokens
         self.tables = [BlockTable(pool, group.slices) for group in plan.groups]
+        self._pool, self._plan = pool, plan
         self._groups = plan.groups
         self.computed = 0
         self.writable = self.full_at = 0
@@ -156,6 +164,9 @@ class Sequence:
         self.kv_bytes_read = 0
         self.digest_bytes_read = 0
         self.kv_bytes_resident = 0
+        self.serves: Sequence | None = None
+        self.sources: dict[int, Sequence] = {}
+        self.lost_sources = self.compares = False
         self._keys: SharedList[PageKey] = SharedList()
         self.nodes: SharedList[Node] = SharedList()
 
@@ -197,7 +208,23 @@ class Sequence:
     def chunk(self, room: int) -> int:
         """Tokens that a step with room for so many may compute. An item that must not be split goes whole, or not at
         all; 0 if it does not fit."""
-        return self.layout.unsplit(self.computed + min(self.chunk_limit(), room)) - self.computed
+        stop = reach(self.layout, self.computed, min(self.chunk_limit(), room))
+        return self.layout.unsplit(min(stop, self.goal)) - self.computed
+
+    def fitting(self, tokens: int) -> int:
+        """The same where there is room for the pages of so many tokens, computed in this step or not."""
+        stop = max((end for _, end in self.pieces(tokens)), default=self.computed)
+        return self.layout.unsplit(stop) - self.computed
+
+    def pieces(self, tokens: int) -> list[tuple[int, int]]:
+        """What has to be computed of the next ``tokens`` tokens, in stretches."""
+        if self.layout.uniform:
+            return [(self.computed, self.computed + tokens)] if tokens else []
+        return pieces(self.layout, self.computed, self.computed + tokens)
+
+    def work(self, tokens: int) -> int:
+        """How many of the next ``tokens`` tokens have to be computed."""
+        return sum(stop - start for start, stop in self.pieces(tokens))
 
     def chunk_limit(self) -> int:
         """Tokens that may be computed in one step."""
@@ -254,7 +281,8 @@ class Sequence:
         limit = self.goal - 1
         if self.logprobs_from is not None:
             limit = min(limit, self.logprobs_from - 1)
-        return limit
+        hidden = (span.start for span in self.layout.items(0, limit) if not span.item.findable)
+        return next(hidden, limit)
 
     def findable_tokens(self) -> int:
         """Tokens that may come out of the prefix cache: those whose queries a compressor wants to see may not."""
@@ -275,9 +303,13 @@ class Sequence:
         """The first page that a query at ``position`` sees in the layers of a group."""
         return self.layout.page_of(self._groups[group].first_seen(position))
 
+    def first_written(self, count: int) -> int:
+        """The first page that the next ``count`` tokens are written to."""
+        return self.layout.page_of(next((start for start, _ in self.pieces(count)), self.computed))
+
     def units_for(self, count: int) -> int:
         """Units that the next ``count`` tokens take from the pool: new pages, and one for a copy on write."""
-        layout, first = self.layout, self.layout.page_of(self.computed)
+        layout, first = self.layout, self.first_written(count)
         last = layout.pages_for(self.computed + count)
         units = 0
         for table in self.tables:
@@ -287,6 +319,15 @@ class Sequence:
                 units += layout.page_entries(first) * table.slices
         return units
 
+    def source(self, span: ItemSpan) -> Sequence:
+        """The sequence by which the KV of a reused image is found, or computed if it is not there."""
+        if span.start not in self.sources:
+            request = source_request(self, span)
+            source = Sequence(request, -1, SharedList(request.prompt, [0]), self._pool, self._plan)
+            source.forced, source.serves = True, self
+            self.sources[span.start] = source
+        return self.sources[span.start]
+
     def drop_unseen(self) -> None:
         """Let go of the pages that no later token sees, since they lie behind a window."""
         for number, table in enumerate(self.tables):
@@ -295,8 +336,11 @@ class Sequence:
 
     def provenance(self, page: int) -> str:
         """How the KV of a full page came to be: "" is exact, otherwise the method that shaped some of it, and which of
-        its tokens it computed (the same tokens may be a prompt here and an output there) from which seed."""
+        its tokens it computed (the same tokens may be a prompt here and an output there) from which seed; or how images
+        were reused, from the first of them on."""
         method, start, stop = self.request.method, self.layout.first_token(page), self.layout.end_token(page)
+        if shaped := reused(self.layout, 0, stop):
+            return shaped[0].item.reuse.provenance  # type: ignore[union-attr]
         if method is None or stop <= self.sparse_spans[0].start:
             return ""
         spans = [(max(a, start) - start, min(b, stop) - start, seed) for a, b, seed in self.sparse_spans]
@@ -341,13 +385,13 @@ class Sequence:
 
     def truncate(self, tokens: int) -> None:
         """Forget the KV past ``tokens``, of a page that was full all of it (``PageLayout.kept``), and all of an item
-        that must not be split. Where pages behind a window are gone that are seen again from there, or tokens that a
-        compressor saw, everything is let go of."""
+        that must not be split or that was reused. Where pages behind a window are gone that are seen again from there,
+        or tokens that a compressor saw, everything is let go of."""
         if tokens < self.compressed:
             self.rewind()
             return
         if tokens < self.computed:
-            tokens = self.layout.unsplit(tokens)
+            tokens = self.layout.whole(tokens)
         pages, tokens = self.layout.kept(tokens, self.computed)
         for number, table in enumerate(self.tables):
             if tokens and table.first_page > self.first_seen(number, tokens):
@@ -374,51 +418,58 @@ class PrefixMatch(NamedTuple):
     """Findable pages at the head of a sequence: their nodes, the pages of each group of layers (0 where nobody will
     see them, or where they are in the host tier), and the key of the first page that was not found.
 
-    ``restores`` are (page number, group) of the pages to be brought back from the host tier.
+    ``holders`` are the nodes whose pages those are: the same, but for pages that are lent, whose KV has a prefix of its
+    own. ``restores`` are (page number, group) of the pages to be brought back from the host tier. ``loans`` are the
+    images behind the hit whose KV is reused, and ``missing_sources`` compute what is not there of it.
     """
 
     nodes: list[Node]
     pages: list[Pages]
     restores: list[tuple[int, int]]
     missing: PageKey | None
+    holders: list[Node]
+    loans: list[Loan]
+    missing_sources: list[Sequence]
+
+    @property
+    def hit_pages(self) -> Pages:
+        """The pages of the hit that are on the device, of all groups."""
+        joined = np.concatenate(self.pages) if self.pages else np.empty(0, np.int32)
+        return joined[joined > 0]
 
     @property
     def device_pages(self) -> Pages:
-        """The pages that are on the device, of all groups."""
-        joined = np.concatenate(self.pages) if self.pages else np.empty(0, np.int32)
-        return joined[joined > 0]
+        """These, and those of the images behind it."""
+        return np.concatenate([self.hit_pages, *(loan.pages for loan in self.loans)])
 
 
 def match_prefix(sequence: Sequence, index: PrefixCache, plan: LayerPlan) -> PrefixMatch:
     """Look a sequence up in the index. Changes nothing; the pages are not held.
 
     A prefix is found as far as its nodes are known and every group of layers has the pages that the next query will
-    see: all of them, or those that its window touches.
+    see: all of them, or those that its window touches. Reused images behind it are looked up by their sources.
     """
     layout = sequence.layout
     wanted = layout.full_pages(max(0, sequence.findable_tokens()))
     keys = sequence.keys(wanted)
-    nodes: list[Node] = []
-    parent: Parent = sequence.request.root
-    for number, key in enumerate(keys):
-        node = index.find(key, parent, *sequence.contents(number))
-        if node is None:
-            break
-        nodes.append(node)
-        parent = node
-    found = _longest_kept(sequence, nodes, plan)
-    nodes = nodes[:found]
+    nodes = find_nodes(sequence, wanted, index)
+    lent = {} if layout.uniform else lent_nodes(sequence, len(nodes), index)
+    holders = [lent.get(number, node) for number, node in enumerate(nodes)]
+    found = _longest_kept(sequence, holders, plan)
+    nodes, holders = nodes[:found], holders[:found]
     pages, restores = [], []
     for number in range(len(plan.groups)):
         start = sequence.first_seen(number, layout.first_token(found)) if found else 0
-        pages.append(np.array([0] * start + [node.page(number) for node in nodes[start:]], np.int32))
-        restores += [(page, number) for page in range(start, found) if not nodes[page].pages[number]]
-    return PrefixMatch(nodes, pages, restores, keys[found] if found < len(keys) else None)
+        pages.append(np.array([0] * start + [node.page(number) for node in holders[start:]], np.int32))
+        restores += [(page, number) for page in range(start, found) if not holders[page].pages[number]]
+    missing = keys[found] if found < len(keys) else None
+    loans, sources = ([], []) if layout.uniform else find_loans(sequence, layout.first_token(found), index)
+    return PrefixMatch(nodes, pages, restores, missing, holders, loans, sources)
 
 
 def _longest_kept(sequence: Sequence, nodes: list[Node], plan: LayerPlan) -> int:
-    """How many of the nodes' pages can be used: the largest number such that no bidirectional item is split, and every
-    group still has what is seen."""
+    """How many of the nodes' pages can be used: the largest number such that no bidirectional or reused item is split,
+    and every group still has what is seen."""
     layout = sequence.layout
 
     def kept(page: int, group: int) -> bool:
@@ -428,7 +479,7 @@ def _longest_kept(sequence: Sequence, nodes: list[Node], plan: LayerPlan) -> int
     windowed = [number for number, group in enumerate(plan.groups) if group.window]
     found = next((page for page in range(len(nodes)) if not all(kept(page, group) for group in full)), len(nodes))
     while found:
-        end = layout.unsplit(layout.first_token(found))
+        end = layout.whole(layout.first_token(found))
         found = layout.pages_for(end)
         gone = [
             page

@@ -13,7 +13,9 @@ import numpy as np
 from octavo.core import interrupts
 from octavo.core.compression.kept_set import Point
 from octavo.core.config import SamplingParams
-from octavo.core.interfaces import SparseMethod
+from octavo.core.encoding.pieces import reused
+from octavo.core.encoding.reusing import extended
+from octavo.core.interfaces import SegmentReuse, SparseMethod
 from octavo.core.outputs import Completion, StepOutput
 from octavo.core.requests import new_request, require_room
 from octavo.core.sequence import Request, SparseSpan
@@ -52,12 +54,14 @@ class Session:
         method: SparseMethod | None,
         salt: str | None,
         producers: Mapping[int | str, Producer],
+        reuse: SegmentReuse | None,
     ) -> None:
         self._engine = engine
         self._method = method
         self._salt = salt
         self._producers = checked(producers, engine)
         self._turn: Turn | None = None
+        self._reuse = reuse
         self._spans: list[SparseSpan] = []
         self._points: list[Point] = []
         self._parked: TokenSequence | None = None
@@ -116,7 +120,12 @@ class Session:
             sequence.inherit(parked)
             kept = min(sequence.computed, max(0, sequence.reusable_tokens()))  # some token's logits are still wanted
             sequence.truncate(kept)
-            engine._pool.book.touch(np.concatenate([table.held for table in sequence.tables]), request.priority)
+            if reused(sequence.layout, sequence.computed):  # admission places those, and finds the rest again
+                sequence.rewind()
+                engine._scheduler.add(sequence)
+                return
+            held = np.unique(np.concatenate([table.held for table in sequence.tables]))
+            engine._pool.book.touch(held, request.priority)
             if engine._scheduler.run(sequence):
                 request.cached_tokens = sequence.computed
                 return
@@ -140,7 +149,7 @@ class Session:
     def fork(self) -> Session:
         """A session with the same history that shares every page; either may go on without the other noticing."""
         self._require_idle()
-        twin = Session(self._engine, "", self._method, self._salt, self._producers)
+        twin = Session(self._engine, "", self._method, self._salt, self._producers, self._reuse)
         twin.tokens, twin._spans, twin._points = self.tokens, self._spans.copy(), self._points
         twin._messages, twin._rendered = self._messages.copy(), self._rendered
         twin._layout = self._layout
@@ -238,7 +247,7 @@ class Session:
         return turn.completion(reason, error)
 
     def _extend(self, read: ReadPrompt) -> None:
-        self._layout = self._layout.extended(len(self.tokens), read.segments)
+        self._layout = extended(self._engine, self._layout, len(self.tokens), read.segments, self._reuse)
         self.tokens = self.tokens + read.tokens  # a new list: forks share the old one
 
     def _observed(self, point: Point) -> Point:

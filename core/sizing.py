@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from octavo.core.config import KV_DTYPES, EngineConfig
+from octavo.core.encoding.sources import source_units
 from octavo.core.errors import CapacityError
 from octavo.core.inspection import capacity_report
 from octavo.core.interfaces import ModelSpec
@@ -177,7 +178,7 @@ def check_fits(layout: PageLayout, plan: LayerPlan, prompt: int, required: int, 
     The last token's KV is never stored, so ``prompt + required - 1`` slots are needed: all of them in layers that see
     everything, and what a window can touch in the others. That is most where a page begins, since the window then
     touches the longest stretch in front of it; on pages of one size, where the last page begins. An item that must not
-    be split is written as a whole.
+    be split is written as a whole, and of a reused one that is copied there must be the source too.
     """
     if prompt + required > longest:
         raise CapacityError(capacity_report.too_long(prompt, required, longest))
@@ -185,6 +186,7 @@ def check_fits(layout: PageLayout, plan: LayerPlan, prompt: int, required: int, 
     pages = layout.pages_for(stored)
     starts = map(layout.first_token, [pages - 1] if layout.uniform else range(pages))
     units = max(_units_seen(layout, plan, start, layout.least_chunk(start)) for start in starts)
+    units += 0 if layout.uniform else source_units(layout) * plan.slices
     if units > pool.most_units:
         raise CapacityError(capacity_report.never_fits(layout, plan, prompt, required, units, pool.most_units))
 

@@ -29,7 +29,12 @@ from octavo.kernels import ops
 
 @dataclass(frozen=True)
 class VirtualRows:
-    """The parts of a batch as rows of their own, part by part; Q queries each, at any layer."""
+    """The parts of a batch as rows of their own, part by part; Q queries each, at any layer.
+
+    Where they have different numbers of queries (``order``), the first axis of ``q_rows``, ``q_pos`` and ``deltas`` is
+    the sum of these, S; ``bounds`` int32 [T + 1] are the states of each query of the batch, once ``order`` [S] has
+    brought those of a query together.
+    """
 
     table: Tensor  # int32 [Lt, n, Ht, M]
     lengths: Tensor  # int32 [Lt, n, Ht]
@@ -39,6 +44,8 @@ class VirtualRows:
     deltas: Tensor  # int32 [n * Q]
     cu_q: Tensor  # int32 [n + 1]
     bounds: Tensor  # int32 [B + 1], the virtual rows of each row
+    order: Tensor | None = None  # int64, of the states, if virtual rows have different numbers of queries; see below
+    max_q: int = 0  # the largest of these numbers, then
 
     @property
     def queries(self) -> int:
@@ -114,10 +121,13 @@ def attend(
     outputs to q's dtype.
     """
     heads, head_dim = q.shape[1:]
-    count, queries = rows.table.shape[1], rows.queries
+    count, queries = rows.table.shape[1], 0 if rows.order is not None else rows.queries
     turned = ops.rotate_queries(q, rows.q_rows, rows.deltas, inv_freq, interleaved, backend)
     where = (turned, pool, layer, rows.table, rows.lengths)
     scores = (rows.unit_pos, None, scale, window, softcap)  # the sinks join once, in the merge
+    if rows.order is not None:
+        outs, lses = ops.prefill(*where, rows.cu_q, rows.q_pos, *scores, rows.max_q, True, backend)
+        return ops.merge_states(outs[rows.order], lses[rows.order], rows.bounds, sinks, backend)  # type: ignore[no-any-return]
     if queries == 1:
         outs, lses, _ = ops.decode(*where, rows.q_pos, *scores, False, True, backend)
     else:

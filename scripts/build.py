@@ -24,7 +24,7 @@ from octavo.scripts.schema import Config, EngineSettings, ModelSettings, Samplin
 if TYPE_CHECKING:
     from octavo.core import Engine, EngineConfig, SamplingParams
     from octavo.core.costs import DecodeCost
-    from octavo.core.interfaces import SegmentEncoder, SparseMethod
+    from octavo.core.interfaces import SegmentEncoder, SegmentReuse, SparseMethod
 
 DENSE = "dense"
 DTYPES = {"auto": "auto", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
@@ -237,6 +237,20 @@ def _method(name_or_path: str, budget_tokens: int | None, overrides: Mapping[str
     return typing.cast("SparseMethod", built)
 
 
+def reuse(name_or_path: str) -> SegmentReuse:
+    """How images are reused, from a file of ``configs/reuse/`` or of ``reuse/`` in a folder on ``hydra.searchpath``,
+    without its ending, or from the path of a YAML file.
+
+    Raises:
+        ConfigError: an unknown name, with the nearest, or parameters that the policy refuses.
+    """
+    recipe = _compose(name_or_path, "reuse")
+    try:
+        return typing.cast("SegmentReuse", instantiate(recipe, _convert_="all"))
+    except (HydraException, OmegaConfBaseException, ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(f"reuse {name_or_path}: {_root_cause(error)}") from error
+
+
 def fit(methods: Mapping[str, SparseMethod | None], engine: Engine) -> None:
     """Make sure that the methods can serve the engine's model and page size.
 
@@ -290,22 +304,23 @@ def _checked(group: str, target: type[Any], settings: Any) -> Any:
         raise ConfigError(f"{group}.{error}") from error
 
 
-def _compose(name_or_path: str) -> DictConfig:
+def _compose(name_or_path: str, group: str = "sparse") -> DictConfig:
     is_path = name_or_path.endswith((".yaml", ".yml")) or "/" in name_or_path
     try:
         if not is_path:
             with _apart(), initialize_config_module("octavo.configs", version_base="1.3"):
-                return compose(overrides=[_search_path(), f"+sparse@_global_={name_or_path}"])
+                return compose(overrides=[_search_path(), f"+{group}@_global_={name_or_path}"])
         file = absolute(name_or_path)
         if not file.is_file():
             raise ConfigError(f"no such method file: {file}")
         with _apart(), initialize_config_dir(str(file.parent), version_base="1.3"):
             return compose(file.stem, overrides=[_search_path()])
     except MissingConfigException as error:
-        known = sorted({DENSE, *(error.options or ())})
+        known = sorted({*([DENSE] if group == "sparse" else []), *(error.options or ())})
         missing = (error.missing_cfg_file or "").rpartition("/")[2]
+        kind = "sparse method" if group == "sparse" else "way of reusing images"
         raise ConfigError(
-            f"unknown sparse method {missing!r}; {nearest(missing, known)}known: {', '.join(known)}, "
+            f"unknown {kind} {missing!r}; {nearest(missing, known)}known: {', '.join(known)}, "
             "or the path of a YAML file"
         ) from error
     except (HydraException, OmegaConfBaseException) as error:

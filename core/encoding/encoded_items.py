@@ -12,6 +12,7 @@ from torch import Tensor
 
 from octavo.core import interrupts
 from octavo.core.encoding.item import Item
+from octavo.core.encoding.pieces import computed_items
 from octavo.core.hf_model import HFModel
 from octavo.core.interfaces import SegmentEncoder
 from octavo.core.memory.prefix_cache import Tags
@@ -86,7 +87,7 @@ class EncodedItems:
         """
         if self._encoder is None:
             return stop
-        spans = sequence.layout.items(start, stop)
+        spans = computed_items(sequence.layout, start, stop)
         if spans and self._first is None:
             self._first = sequence
         waits = False
@@ -109,7 +110,7 @@ class EncodedItems:
         """Whether it is worth looking what a sequence that cannot run yet needs."""
         if self._submit is None or sequence.layout.uniform or self.held_tokens >= (self._budget or 0):
             return False
-        return any(span.item.name not in self._held for span in sequence.layout.items(0, sequence.goal))
+        return any(span.item.name not in self._held for span in computed_items(sequence.layout, 0, sequence.goal))
 
     def encode(self, chunks: Sequence[Chunk]) -> list[tuple[Request, ValueError]]:
         """Encode what the chunks need and is not there, equal items once, items of as many tokens in one call.
@@ -125,8 +126,14 @@ class EncodedItems:
         for _, group in groupby(sorted(missing, key=_tokens), _tokens):
             self._encode_group(list(group))
         errors = {name: held.error for name, held in self._held.items() if held.error is not None}
-        failed = {s.request.request_id: (s.request, errors[item.name]) for s, item in needed if item.name in errors}
+        requests = [((sequence.serves or sequence).request, item) for sequence, item in needed]
+        failed = {r.request_id: (r, errors[item.name]) for r, item in requests if item.name in errors}
         return list(failed.values())
+
+    def ready(self, chunk: Chunk) -> bool:
+        """Whether what a chunk needs is encoded by now. Precondition: ``encode`` has been called for it."""
+        spans = chunk.sequence.layout.items(chunk.start, chunk.end)
+        return all(self._held[span.item.name].rows is not None for span in spans)
 
     def placed(self, chunks: Sequence[Chunk]) -> tuple[Tensor, Tensor] | None:
         """Where among the chunks' tokens, packed in one row, items stand: indices int64 [E], and the embeddings [E, D]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from octavo.core.interfaces import SegmentReuse
 from octavo.core.memory.prefix_cache import Tags
 
 IDENTITY_BYTES = 32
@@ -24,6 +25,9 @@ class Item:
             computes them all.
         placeholder: the token id of its positions: past the vocabulary, and (but for chance) equal for equal items
             only.
+        reuse: None if its KV is that of its place; otherwise what stands in front of it does not count, but for the
+            tokens that are computed ``anew`` (``SegmentReuse``), in stretches (first, end) that do not touch.
+        findable: False where no request may find it in the prefix cache.
     """
 
     kind: str
@@ -33,6 +37,24 @@ class Item:
     tokens: int
     bidirectional: bool
     placeholder: int
+    reuse: SegmentReuse | None = None
+    anew: tuple[tuple[int, int], ...] = ()
+    findable: bool = True
+
+    @property
+    def head(self) -> int:
+        """How many of its first tokens are computed anew."""
+        return self.anew[0][1] if self.anew and self.anew[0][0] == 0 else 0
+
+    @property
+    def spared(self) -> int:
+        """How many of its tokens are not computed."""
+        return self.tokens - sum(end - first for first, end in self.anew)
+
+    @property
+    def lent(self) -> bool:
+        """Whether its pages are listed where they are, for other positions than they are stored for."""
+        return self.reuse is not None and not self.reuse.copies
 
     @property
     def name(self) -> Tags:

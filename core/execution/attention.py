@@ -18,9 +18,11 @@ from octavo.core.compression.kept_tables import KeptTables
 from octavo.core.compression.observation import Observation
 from octavo.core.execution.compiled import attend_in_step
 from octavo.core.execution.page_view import StepPages
+from octavo.core.execution.rotary import Rotary
 from octavo.core.interfaces import AttentionProbe, AttentionStep, LayerTraits, SparseMethod
 from octavo.core.memory.layer_groups import LayerPlan
-from octavo.kernels import ops
+from octavo.kernels import ops, zero_copy
+from octavo.kernels.zero_copy import VirtualRows
 
 
 def octavo_attention(
@@ -79,6 +81,7 @@ class DecodeGroup:
 
     ``probe`` looks on where something is chosen, at rows ``probed`` of the group.
     ``kept`` are the tables of layers without a window, if the sequences have been compressed.
+    ``lent``: the same tables in parts, where some of their pages are stored for other positions.
     """
 
     start: int
@@ -96,6 +99,7 @@ class DecodeGroup:
     probe: AttentionProbe | None = None
     probed: list[int] = field(default_factory=list)
     kept: KeptTables | None = None
+    lent: VirtualRows | None = None
 
     def count(self, slots: Tensor, kv: Tensor) -> None:
         """A layer has read ``slots`` int32 [1, b, H] of tables of its own."""
@@ -139,6 +143,7 @@ class PrefillGroup:
     counts: list[int] = field(default_factory=list)
     contexts: list[int] = field(default_factory=list)
     kept: KeptTables | None = None
+    lent: VirtualRows | None = None
 
 
 @dataclass
@@ -154,6 +159,7 @@ class PagedStep:
     decodes: list[DecodeGroup] = field(default_factory=list)
     prefills: list[PrefillGroup] = field(default_factory=list)
     observed: list[tuple[Observation, int, int, int]] = field(default_factory=list)
+    rotary: Rotary | None = None
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, traits: LayerTraits) -> Tensor:
         place = self.plan.places[layer]
@@ -180,6 +186,8 @@ class PagedStep:
         else:
             table, slots = group.method.resolve(selection, group.pages)  # type: ignore[union-attr]
             group.count(slots, kv)
+        if group.lent is not None:
+            return self._lent(group.lent, layer, q, traits)
         if group.runs is not None and not traits.window:
             return ops.decode_shared(  # type: ignore[no-any-return]
                 q, self.kv, place.unit_layer, table, slots, group.q_pos, group.runs, traits.sinks,
@@ -193,7 +201,18 @@ class PagedStep:
             group.probe.observe(group.method, q, out, selection, group.pages, group.probed)  # type: ignore[arg-type]
         return out  # type: ignore[no-any-return]
 
+    def _lent(self, rows: VirtualRows, layer: int, q: Tensor, traits: LayerTraits) -> Tensor:
+        rotary, unit_layer = self.rotary, self.plan.places[layer].unit_layer
+        assert rotary is not None and len(rows.table) == 1, "pages are lent where all layers share a table"
+        out, _ = zero_copy.attend(
+            q, self.kv, unit_layer, rows, rotary.of_layer(layer), traits.sinks, traits.scale, traits.window,
+            traits.softcap, rotary.interleaved, self.backend,
+        )  # fmt: skip
+        return out
+
     def _prefill(self, group: PrefillGroup, layer: int, q: Tensor, traits: LayerTraits) -> Tensor:
+        if group.lent is not None:
+            return self._lent(group.lent, layer, q, traits)
         place = self.plan.places[layer]
         kv, unit_layer, table = self.kv, place.unit_layer, group.tables[place.slice][None, :, None]
         slots, unit_pos, counts, contexts = group.slots, group.unit_pos, group.counts, group.contexts

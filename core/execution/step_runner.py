@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 import numpy as np
@@ -17,11 +18,15 @@ from octavo.core.compression.observation import Observation
 from octavo.core.config import EngineConfig
 from octavo.core.costs import dense_units
 from octavo.core.encoding.encoded_items import EncodedItems
+from octavo.core.encoding.pieces import reused, stretches
 from octavo.core.execution.attention import DecodeGroup, PagedStep, PrefillGroup
 from octavo.core.execution.decode_program import DecodeProgram
 from octavo.core.execution.decode_state import method_seed
+from octavo.core.execution.deviations import Comparison, Enough
 from octavo.core.execution.device_tables import DeviceTables
+from octavo.core.execution.lent_rows import lent_rows
 from octavo.core.execution.page_view import StepPages
+from octavo.core.execution.rotary import Rotary, find_rotary
 from octavo.core.hf_model import HFModel
 from octavo.core.interfaces import AttentionProbe, SparseMethod
 from octavo.core.memory.digests import DigestStore
@@ -33,6 +38,7 @@ from octavo.core.scheduler import Chunk, Scheduler, StepPlan
 from octavo.core.sequence import Sequence
 from octavo.core.uploads import Download, upload
 from octavo.kernels import ops
+from octavo.kernels.zero_copy import VirtualRows
 
 
 @dataclass(frozen=True)
@@ -94,6 +100,7 @@ class StepRunner:
         self._tables = DeviceTables(config.max_seqs, plan.slices, max_entries, kv.device)
         self._digests: dict[str, DigestStore] = {}
         self._whole_pages: dict[str, int] = {}
+        self._step_tokens = config.step_tokens
         self._launched: SparseMethod | None = None  # the method of the last replayed step
         self._pending_copies: list[Units] = []
         self._windows = Counter(model.spec.windows)
@@ -105,8 +112,18 @@ class StepRunner:
         if execution != "eager":
             self._program = DecodeProgram(model, kv, plan, backend, self._tables, config.max_seqs, self._page_tokens)
         self.probe: AttentionProbe | None = None
+        self.rotary: Rotary | None = None  # known once images are reused
         self.copies = 0
         self.kv_bytes_spared = 0
+
+    def learn_rotary(self) -> None:
+        """Ask the model how its keys turn, once.
+
+        Raises:
+            UnsupportedModelError: not by their positions alone.
+        """
+        if self.rotary is None:
+            self.rotary = find_rotary(self._model)
 
     def queue_copies(self, copies: list[Units]) -> None:
         """Take a plan's copies over: the tables say already that they are made, so whatever fails, they will be."""
@@ -130,6 +147,35 @@ class StepRunner:
         )
         self._account(step, chunks)
         return logits.float(), rows
+
+    def compare(self, sequence: Sequence, scheduler: Scheduler) -> None:
+        """Compute a sequence's next tokens, up to its last image, as far as the layer in which KV is compared, and let
+        its layout say which tokens of its images are to be computed. What a request has chosen once it keeps.
+        Preconditions as for ``run``."""
+        self._make_ready(scheduler)
+        spans = reused(sequence.layout, sequence.computed)
+        reuse = spans[0].item.reuse
+        assert reuse is not None and reuse.layer is not None
+        deviations = []
+        for start in range(sequence.computed, spans[-1].end, self._step_tokens):
+            chunk = Chunk(sequence, start, min(self._step_tokens, spans[-1].end - start))
+            step, _ = self._build([chunk])
+            compared = Comparison(step, reuse.layer)
+            ids = np.asarray(sequence.tokens[start : chunk.end], np.int64)
+            with suppress(Enough):
+                self._model.forward(
+                    self._to_device(ids), self._to_device(np.arange(start, chunk.end)), None, compared,
+                    self._items.placed([chunk]),
+                )  # fmt: skip
+            deviations.append(compared.deviations)
+        joined = torch.cat(deviations)
+        chosen = {}
+        for item, start, end in spans:
+            if not item.anew:
+                tokens = reuse.choose(joined[start - sequence.computed : end - sequence.computed]).tolist()
+                chosen[start] = replace(item, anew=stretches(tokens))
+        sequence.request.layout = sequence.layout.changed(chosen)
+        sequence.compares = False
 
     def replays(self, plan: StepPlan) -> bool:
         """Whether a plan is a step of the decode program: ``launch`` it, and read its tokens later."""
@@ -276,6 +322,7 @@ class StepRunner:
             step.prefills.append(self._prefill_group(group, start))
             start += sum(chunk.count for chunk in group)
         self._observe(step, chunks)
+        step.rotary = self.rotary
         return step, rows
 
     def _observe(self, step: PagedStep, chunks: list[Chunk]) -> None:
@@ -313,6 +360,7 @@ class StepRunner:
             counts=counts,
             contexts=[chunk.start for chunk in chunks],
             kept=self._kept_tables(chunks),
+            lent=self._lent_rows(chunks),
         )
 
     def _kept_tables(self, chunks: list[Chunk]) -> KeptTables | None:
@@ -327,7 +375,7 @@ class StepRunner:
         q_pos = self._to_device(np.array([chunk.start for chunk in chunks], np.int32))
         method = self._method(chunks[0])
         group = DecodeGroup(start, start + len(chunks), tables, slots, q_pos, unit_pos, method)
-        group.kept = self._kept_tables(chunks)
+        group.kept, group.lent = self._kept_tables(chunks), self._lent_rows(chunks)
         if self._runs is not None and method is None and unit_pos is None and group.kept is None:
             shared = self._runs.find([(chunk.sequence, chunk.start) for chunk in chunks])
             if shared is not None:
@@ -388,13 +436,21 @@ class StepRunner:
         return (start - span.start) % self.probe.every == 0
 
     def _packing(self, chunk: Chunk) -> tuple[int, int]:
-        """Dense decodes, then those of compressed sequences, then one group a method, then longer chunks, likewise; the
-        order within a group is kept."""
-        compressed = int(chunk.sequence.kept is not None)
+        """Dense decodes, those of compressed sequences, those with lent pages, then one group a method, then longer
+        chunks, likewise; the order within a group is kept."""
+        sequence = chunk.sequence
+        kind = 1 if sequence.kept is not None else 2 if sequence.layout.lends else 0
         if chunk.count > 1:
-            return 2, compressed
+            return 2, kind
         method = self._method(chunk)
-        return (0, compressed) if method is None else (1, id(method))
+        return (0, kind) if method is None else (1, id(method))
+
+    def _lent_rows(self, chunks: list[Chunk]) -> VirtualRows | None:
+        """The tables of sequences with lent pages in parts; none of the others are in a group with them."""
+        if not chunks[0].sequence.layout.lends:
+            return None
+        rows = self.tables.rows(chunk.sequence for chunk in chunks)
+        return lent_rows(chunks, self.tables.entries, rows, self.kv.shape[4])
 
     def _tables_of(self, chunks: list[Chunk]) -> tuple[Tensor, Tensor, Tensor | None]:
         """Tables int32 [slices, b, M], slot counts int32 [1, b, 1] and, if some sequence needs them, the positions of
@@ -431,9 +487,23 @@ class StepRunner:
                 batch.append(pairs)
                 read |= sources
                 written |= targets
-            ops.copy_units(self.kv, self._to_device(np.concatenate(batch)), self.backend)
-            self.copies += len(batch)
+            self._copy(batch)
+            self.copies += sum(pairs.shape[1] == 2 for pairs in batch)
             del self._pending_copies[: len(batch)]
+
+    def _copy(self, batch: list[Units]) -> None:
+        """Copy units (source, destination), and turn the keys of those that move by a delta."""
+        pairs = self._to_device(np.concatenate([each[:, :2] for each in batch]))
+        if all(each.shape[1] == 2 for each in batch):
+            ops.copy_units(self.kv, pairs, self.backend)
+            return
+        assert self.rotary is not None, "images are reused, and nobody asked how keys turn"
+        deltas = np.concatenate([each[:, 2] if each.shape[1] == 3 else np.zeros(len(each), np.int32) for each in batch])
+        rotary, layers = self.rotary, self.kv.shape[1]
+        ops.rotate_keys(
+            self.kv, pairs, self._to_device(deltas), rotary.inv_freq, rotary.kinds, 0, layers, rotary.interleaved,
+            self.backend,
+        )  # fmt: skip
 
     def _account(self, step: PagedStep, chunks: list[Chunk]) -> None:
         """Add what each decoded token read to its sequence, and what it did not, since others read it too."""

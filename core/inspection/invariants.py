@@ -8,6 +8,8 @@ from octavo.core.memory.block_table import check_tables
 
 if TYPE_CHECKING:
     from octavo.core.engine import Engine
+    from octavo.core.memory.prefix_cache import Node
+    from octavo.core.sequence import Sequence
 
 
 def check_engine(engine: Engine) -> None:
@@ -22,15 +24,27 @@ def check_engine(engine: Engine) -> None:
     check_tables((table for sequence in holders for table in sequence.tables), pool, engine._compaction.split.units)
     engine._compaction.check(holders)
     live = {s for request in engine._requests.values() for s in request.sequences if s.finish_reason is None}
-    queued = {*scheduler.waiting, *scheduler.running}
+    queued = {s for s in (*scheduler.waiting, *scheduler.running) if s.serves is None}
     if live != queued:
         raise AssertionError(f"{len(live)} sequences are live, {len(queued)} are queued")
     for sequence in holders:
         name, full = sequence.request.request_id, sequence.layout.full_pages(sequence.computed)
-        if any(page in pool.index for table in sequence.tables for page in table.pages(full).tolist()):
-            raise AssertionError(f"{name!r} is about to write to a findable page")
         for table in sequence.tables:
-            pages = table.pages(0, len(sequence.nodes)).tolist()
-            for page, node in zip(pages, sequence.nodes, strict=True):
-                if page in pool.index and pool.index.node(page) is not node:
+            for number, page in enumerate(table.pages().tolist()):
+                node = pool.index.node(page) if page in pool.index else None
+                if sequence.layout.lent(number):
+                    if node is not None and not _is_of_source(node, number, sequence):
+                        raise AssertionError(f"page {page} is lent to {name!r} and holds something else")
+                elif node is not None and number >= full:
+                    raise AssertionError(f"{name!r} is about to write to a findable page")
+                elif node is not None and number < len(sequence.nodes) and node is not sequence.nodes[number]:
                     raise AssertionError(f"page {page} of {name!r} is indexed for another prefix")
+
+
+def _is_of_source(node: Node, page: int, sequence: Sequence) -> bool:
+    """Whether a node is that of the source's page that page ``page`` of a sequence lists."""
+    first = sequence.layout.first_token(page)
+    (span,) = sequence.layout.items(first, first + 1)
+    source = sequence.source(span)
+    number = source.layout.page_of(sequence.layout.home(span.item) + first - span.start)
+    return node.key == source.keys(number + 1)[number]

@@ -165,11 +165,24 @@ def units_by_request(engine: Engine) -> dict[str, int]:
     held: dict[str, int] = {}
     for sequence in sorted([*scheduler.running, *scheduler.parked], key=lambda s: s.request.arrival):
         pages = sequence.held
-        own: Pages = pages[~counted[pages]]
+        own: Pages = np.unique(pages[~counted[pages]])
         counted[own] = True
         request_id = sequence.request.request_id
         held[request_id] = held.get(request_id, 0) + int(pool.size[own].sum())
     return dict(sorted(held.items(), key=lambda item: -item[1]))
+
+
+def units_of_kind(engine: Engine, kind: str) -> tuple[int, int]:
+    """Units of segments of a kind ("image") in the tables of the requests that run: as often as they are listed, and
+    different ones."""
+    listed: list[Pages] = []
+    for sequence in engine._scheduler.running:
+        numbers = [page for page in range(sequence.table.n_pages) if sequence.layout.kind(page) == kind]
+        listed += [table.pages()[numbers] for table in sequence.tables]
+    pages = np.concatenate([np.empty(0, np.int32), *listed])
+    pages = pages[pages > 0]
+    size = engine._pool.size
+    return int(size[pages].sum()), int(size[np.unique(pages)].sum())
 
 
 def _page_entries(layout: PageLayout, pages: int) -> NDArray[np.int64] | int:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +27,16 @@ class Segment:
     kind: str
     tokens: int
     item: Item | None = None
+
+
+class Run(NamedTuple):
+    """Tokens ``start`` to ``end`` (exclusive), from table entry ``entry`` on; their keys are stored for positions that
+    are ``delta`` in front of their own."""
+
+    start: int
+    end: int
+    entry: int
+    delta: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +220,46 @@ class PageLayout:
             return ()
         offset = self.first_token(page) - extent.start
         return *extent.item.name, ("offset", offset.to_bytes(8, "little"))
+
+    def beside(self, segments: Sequence[Segment]) -> PageLayout:
+        """The layout of another sequence, under the same policies."""
+        return PageLayout(segments, self._policies, self.unit_tokens)
+
+    def changed(self, items: Mapping[int, Item]) -> PageLayout:
+        """The same layout with other items where those of these first tokens were."""
+        other = copy(self)
+        other._extents = [replace(extent, item=items.get(extent.start, extent.item)) for extent in self._extents]
+        return other
+
+    @property
+    def lends(self) -> bool:
+        """Whether it has pages that are listed for other positions than they are stored for."""
+        return any(extent.item is not None and extent.item.lent for extent in self._extents)
+
+    def lent(self, page: int) -> bool:
+        item = self._at_page(page).item
+        return item is not None and item.lent
+
+    def home(self, item: Item) -> int:
+        """The position that the KV of a reused item is stored for: behind as many of the sequence's first tokens, all
+        in front of any item, as it may see."""
+        first = next(extent.start for extent in self._extents if extent.item is not None)
+        return min(item.reuse.context_tokens, first) if item.reuse is not None else 0
+
+    def runs(self, tokens: int) -> list[Run]:
+        """The first ``tokens`` tokens in stretches that are stored one after another, for positions of one delta."""
+        runs = []
+        for extent in self._between(0, tokens):
+            end = tokens if extent.end is None else min(tokens, extent.end)
+            delta = extent.start - self.home(extent.item) if extent.item is not None and extent.item.lent else 0
+            runs.append(Run(extent.start, end, extent.entry, delta))
+        return runs
+
+    def whole(self, token: int) -> int:
+        """``token``, or the first token of the item that keeping no more would cut in two: one that sees both ways, or
+        whose KV is not that of its place."""
+        extent = self._at_token(token)
+        return extent.start if extent.item is not None and extent.item.reuse is not None else self.unsplit(token)
 
     def unsplit(self, token: int) -> int:
         """``token``, or the first token of the bidirectional item that computing no further would split."""

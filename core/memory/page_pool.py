@@ -28,7 +28,8 @@ class PagePool:
         size      [ . 3 . . 1 . . ]      units of the page that begins here
         following [ . 2 5 . 0 0 . ]      the next unit of the same page, 0 after the last: page 1 is units 1, 2, 5
 
-    ``refs[page]`` counts the distinct leaves that list the page, not tables and not table slots. ``generation[page]``
+    ``refs[page]`` counts the distinct leaves that list the page, not tables; a leaf that lists a lent page several
+    times counts as often. ``generation[page]``
     goes up whenever the page is given to somebody, so that whoever keeps something about a page (a digest) can see
     that it is about older contents.
 
@@ -179,21 +180,24 @@ class PagePool:
         return units
 
     def retain(self, pages: Pages) -> None:
-        """One more leaf lists each of ``pages`` (each at most once in the array); idle ones come back to life."""
-        idle = pages[self.refs[pages] == 0]
+        """One more leaf lists each of ``pages``, or lists it once more; idle ones come back to life."""
+        idle = np.unique(pages[self.refs[pages] == 0])
         if len(idle):
             self._cached -= int(self.size[idle].sum())
             self._idle.remove(idle)
-        self.refs[pages] += 1
+        np.add.at(self.refs, pages, 1)
         self.held_peak = max(self.held_peak, self.held_units)
 
     def release(self, pages: Pages) -> None:
         """One leaf less lists each of ``pages``. Chain tail first: in that order idle pages will be evicted."""
-        self.refs[pages] -= 1
+        np.subtract.at(self.refs, pages, 1)
         assert (self.refs[pages] >= 0).all(), "a page was released more often than it was retained"
         unheld = pages[self.refs[pages] == 0]
         if not len(unheld):
             return
+        _, first = np.unique(unheld, return_index=True)
+        if len(first) < len(unheld):
+            unheld = unheld[np.sort(first)]
         findable = self._findable[unheld]
         idle = unheld[findable]
         if len(idle):

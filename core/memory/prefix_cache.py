@@ -135,12 +135,23 @@ class PrefixCache:
         """The group of layers that a findable page is for."""
         return self._of_page[page][1]
 
-    def enter(self, key: PageKey, parent: Parent, tokens: NDArray[np.int32], provenance: str, tags: Tags = ()) -> Node:
-        """The node of a computed page, made if it is new."""
+    def enter(
+        self,
+        key: PageKey,
+        parent: Parent,
+        tokens: NDArray[np.int32],
+        provenance: str,
+        tags: Tags = (),
+        *,
+        lent: bool = False,
+    ) -> Node:
+        """The node of a computed page, made if it is new. One whose page is ``lent`` by another prefix holds none: it
+        is in the index once something behind it is."""
         node = self.find(key, parent, tokens, provenance, tags)
         if node is None:
             node = Node(self.new_number(), key, parent, tokens, provenance, self._groups, tags)
-            self._list(node)
+            if not lent:
+                self._list(node)
         return node
 
     def new_number(self) -> int:

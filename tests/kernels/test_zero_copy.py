@@ -6,7 +6,7 @@ from kernel_cases import error
 
 from octavo.kernels.layout import MAX_UNIT_TOKENS, SCRATCH_UNIT, pack_entries, pool_shape
 from octavo.kernels.reference import backend as reference
-from octavo.kernels.zero_copy import attend, cut
+from octavo.kernels.zero_copy import VirtualRows, attend, cut
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -221,6 +221,57 @@ def test_where_pages_lie_changes_no_bit(target, small_blocks):
         virtual = cut(table, album.lengths, q_pos, None, album.parts, album.unit)
         outs.append(attend(q, where, LAYER, virtual, album.inv_freq, None, 0.1, 0, 0.0, False, backend))
     assert all(torch.equal(a, b) for a, b in zip(*outs, strict=True))
+
+
+def ragged(album, counts):
+    """The parts of an album as virtual rows of ``counts[row]`` queries each, the last tokens of every row; its queries,
+    and ``cu_q``."""
+    unit, parts, lengths = album.unit, album.parts.tolist(), album.lengths.flatten().tolist()
+    first = [sum(counts[:row]) for row in range(len(counts) + 1)]
+    table, states = [], []
+    for row, begins, entries, delta in parts:
+        own = album.table[:, row, :, begins : begins + entries]
+        table.append(torch.nn.functional.pad(own, (0, max(entries for *_, entries, _ in parts) - entries)))
+        valid = [min(unit, lengths[row] - (begins + i) * unit) for i in range(entries)]
+        held = sum(max(min(here, int(e) & 127), 0) for here, e in zip(valid, own.flatten(), strict=True))
+        for i in range(counts[row]):
+            states.append((first[row] + i, lengths[row] - counts[row] + i - begins * unit, delta, held))
+    q_rows, q_pos, deltas, _ = map(list, zip(*states, strict=True))
+    sizes = [counts[row] for row, *_ in parts]
+    starts = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
+    device = album.pool.device
+    order = sorted(range(len(q_rows)), key=lambda i: q_rows[i])
+    per_query = [q_rows.count(i) for i in range(first[-1])]
+    rows = VirtualRows(
+        table=torch.stack(table, 1).to(device),
+        lengths=_int32([states[at][3] for at in starts[:-1]]).view(1, -1, 1).to(device),
+        unit_pos=None,
+        q_rows=_int32(q_rows).to(device),
+        q_pos=_int32(q_pos).to(device),
+        deltas=_int32(deltas).to(device),
+        cu_q=_int32(starts).to(device),
+        bounds=_int32([sum(per_query[:i]) for i in range(len(per_query) + 1)]).to(device),
+        order=torch.tensor(order, device=device),
+        max_q=max(counts),
+    )
+    q = torch.randn(first[-1], album.heads, album.head_dim, generator=album.random).to(album.pool)
+    return q, rows, _int32(first).to(device)
+
+
+@pytest.mark.parametrize("target", TARGETS, ids="-".join)
+@pytest.mark.parametrize("counts", [(3, 7), (1, 4), (5, 1)], ids=str)
+def test_rows_with_chunks_of_different_lengths(target, counts, small_blocks):
+    backend, device = target
+    album = Album(torch.float32, device, seed=sum(counts))
+    q, rows, cu_q = ragged(album, counts)
+    scores = (torch.randn(album.heads, generator=album.random).to(q), album.head_dim**-0.5, 13, 0.0)
+    got = attend(q, album.pool, LAYER, rows, album.inv_freq, *scores, False, backend)
+    ends = [int(length) for length in album.lengths.flatten()]
+    q_pos = torch.cat([torch.arange(end - n, end) for end, n in zip(ends, counts, strict=True)]).int().to(device)
+    where = (q, album.moved, LAYER, album.plain, album.lengths, cu_q, q_pos, None)
+    want = reference.prefill(*where, *scores, max(counts), True)
+    for a, b in zip(got, want, strict=True):
+        assert error(a, b) <= TOLERANCE[torch.float32] * (3 if backend == "cpu" else 1)
 
 
 @pytest.mark.gpu
