@@ -1,8 +1,8 @@
 """Types of every configuration key. Hydra checks each value against them while it composes; see ``configs/``.
 
 Groups that several experiments have are in ``schema_groups``, the experiments on memory in ``schema_memory``, those on
-speed in ``schema_serving``, those on quality in ``schema_quality``, those on text and images in ``schema_multimodal``,
-those on decode steps and on kernels in ``schema_decode`` and ``schema_kernels``.
+speed in ``schema_serving``, those on quality in ``schema_quality``, those on text and images in ``schema_multimodal``
+and ``schema_image_sharing``, those on decode steps and on kernels in ``schema_decode`` and ``schema_kernels``.
 
 An experiment has its own subclass of ``Config``, so that a key which an experiment would ignore does not exist there.
 Ranges are checked when a typed object is made, as far as that needs no heavy import; the engine and the samplers check
@@ -29,6 +29,7 @@ from octavo.scripts.schema_groups import (
     TrackingSettings,
     WithPageMap,
 )
+from octavo.scripts.schema_image_sharing import ImageSharing
 from octavo.scripts.schema_kernels import Kernels
 from octavo.scripts.schema_memory import (
     Allocators,
@@ -60,6 +61,7 @@ __all__ = [
     "Generate",
     "Heads",
     "ImageBenchmarks",
+    "ImageSharing",
     "Interleaved",
     "Kernels",
     "Knobs",
@@ -141,6 +143,7 @@ EXPERIMENTS: dict[str, type[Config]] = {
     "generate": Generate,
     "heads": Heads,
     "image_benchmarks": ImageBenchmarks,
+    "image_sharing": ImageSharing,
     "interleaved": Interleaved,
     "kernels": Kernels,
     "knobs": Knobs,

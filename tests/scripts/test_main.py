@@ -63,6 +63,13 @@ def test_limit_makes_any_experiment_a_smoke_test(
     arguments = {
         "compare": [f"runs=[{','.join(runs)}]"],
         "code_completion": tiny,
+        "image_sharing": [
+            "model.shape=tiny",
+            "images=2",
+            "image_tokens=48",
+            "new_tokens=2",
+            "modes=[zero_copy,repair]",
+        ],
         "layer_groups": [f"model.path={windowed_model}", "contexts=[80,100,120]"],
         "multi_turn": [model, "length=500"],
         "perplexity": [model, "context_tokens=300", "scored_tokens=8"],
