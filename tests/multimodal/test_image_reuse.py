@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from octavo.core import BatchError, CapacityError, Engine, EngineConfig, SamplingParams
 from octavo.core.hf_model import HFModel
 from octavo.core.prompts import TokenSegment
+from octavo.multimodal import EncodeWorker
 from octavo.multimodal.reuse import BlendReuse, EncoderOnlyReuse, PrefixReuse, RepairReuse, ZeroCopyReuse
 
 VOCAB = 128
@@ -559,6 +560,21 @@ def test_an_exact_request_never_hits(mode, t_model, served, expected, drain, ass
         assert cached in (None, done.cached_tokens)
         engine.check()
     assert_nothing_held(engine)
+
+
+@pytest.mark.parametrize("mode", [*MODES[:3], BlendReuse(share=0.3)], ids=lambda mode: mode.provenance[:16])
+def test_an_encoder_beside_the_engine(mode, make_llama, served, drain, assert_nothing_held):
+    """Images that are found are not asked for; those that are not are waited for, and others go on meanwhile."""
+    model, encoder = make_llama(num_hidden_layers=4), FakeEncoder()
+    wanted = answers(served(model, mode), drain, PROMPTS)
+    with EncodeWorker(encoder) as worker:
+        engine = served(model, mode, worker, step_tokens=9)
+        for _ in range(2):
+            assert answers(engine, drain, PROMPTS) == wanted
+        asked = len(encoder.calls)
+        if mode.name == "zero_copy":
+            assert answers(engine, drain, [[text(9, 9), A, text(1)]]) and len(encoder.calls) == asked
+        assert_nothing_held(engine)
 
 
 def test_encoder_only_finds_text_alone(t_model, served, expected, drain, assert_nothing_held):
