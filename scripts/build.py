@@ -296,6 +296,12 @@ def digest_bytes(engine: Engine, method: SparseMethod | None, tokens: int) -> in
     return tokens // page * layers * elements * sizing.kv_dtype(engine.config, engine.spec).itemsize
 
 
+def budget_of(method: SparseMethod | None) -> dict[str, int]:
+    """What a sample says of a method's budget, if it has one in tokens."""
+    tokens = getattr(getattr(method, "budget", None), "tokens", None)
+    return {} if tokens is None else {"budget_tokens": tokens}
+
+
 def _checked(group: str, target: type[Any], settings: Any) -> Any:
     """``target`` with the fields of ``settings``; what it refuses is refused under the name of the key."""
     try:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from octavo.scripts import build
+from octavo.scripts import budgets
 
 if TYPE_CHECKING:
     from octavo.core import Engine
@@ -44,8 +44,7 @@ class ByteModel:
 
     def read(self, method: SparseMethod | None, tokens: int) -> int:
         """Of one sequence, without weights."""
-        cost = build.predicted_cost(self.engine, method, tokens - 1, 2)
-        return cost.kv_bytes + cost.digest_bytes
+        return budgets.step_bytes(self.engine, method, tokens)
 
     def step(self, method: SparseMethod | None, tokens: int, batch: int) -> int:
         return self.weight_bytes + batch * self.read(method, tokens)

@@ -131,6 +131,7 @@ def predicted(
         "predicted_kv_bytes": times * cost.kv_bytes,
         "predicted_digest_bytes": times * cost.digest_bytes,
         "digest_bytes_resident": build.digest_bytes(engine, method, prompt_tokens + new_tokens - 1),
+        **build.budget_of(method),
     }
 
 

@@ -85,6 +85,7 @@ HEADINGS = {
     "running_ratio": "x as many",
     "used_percent": "memory used %",
     "preemptions": "preemptions",
+    "budget_tokens": "budget",
     "kv_bytes_per_token": "KV read a token",
     "predicted_kv_bytes_per_token": "predicted",
     "digest_bytes_per_token": "to choose",

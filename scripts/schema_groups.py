@@ -11,6 +11,8 @@ from octavo.scripts.model_shapes import SHAPES
 from octavo.scripts.refusal import ConfigError, at_least, one_of
 
 DTYPES = ("auto", "fp32", "fp16", "bf16")
+MATCHED_BY = {"tokens": (), "pages": ("budget_pages",), "bytes": ("budget_bytes", "match_context")}
+"""What budgets may be the same in, and the keys of ``sparse`` that say how much of it."""
 TRACKING_MODES = ("offline", "online", "off")
 
 
@@ -102,19 +104,39 @@ class SamplingSettings:
 
 @dataclass
 class SparseSettings:
-    """methods: names of ``configs/sparse/``, of a folder on ``hydra.searchpath``, or paths of YAML files.
-    budget_tokens: what each of them may read of a sequence. overrides: by method, changes to its YAML. probe_every: in
-    experiments on quality, measure what a choice of pages leaves out at the first and every so many-th decode step of
-    a request (``octavo.sparse.probe``); 0 is never."""
+    """methods: names of ``configs/sparse/``, of a folder on ``hydra.searchpath``, or paths of YAML files. match: what
+    is the same for all of them: "tokens", budget_tokens of a sequence that each may read; "pages", budget_pages; or
+    "bytes", at most budget_bytes that a decoded token reads of K, V and to choose, dense layers included, where
+    match_context tokens are in the cache. overrides: by method, changes to its YAML. probe_every: in experiments on
+    quality, measure what a choice of pages leaves out at the first and every so many-th decode step of a request
+    (``octavo.sparse.probe``); 0 is never."""
 
     methods: list[str] = field(default_factory=lambda: ["dense"])
+    match: str = "tokens"
     budget_tokens: int = 1024
+    budget_pages: int | None = None
+    budget_bytes: int | None = None
+    match_context: int | None = None
     overrides: dict[str, Any] = field(default_factory=dict)
     probe_every: int = 8
 
     def __post_init__(self) -> None:
         at_least("sparse.budget_tokens", self.budget_tokens, 1)
         at_least("sparse.probe_every", self.probe_every, 0)
+        one_of("sparse.match", self.match, tuple(MATCHED_BY))
+        for way, keys in MATCHED_BY.items():
+            for key in keys:
+                value = getattr(self, key)
+                at_least(f"sparse.{key}", value, 1)
+                if way == self.match and value is None:
+                    raise ConfigError(
+                        f"sparse.{key} has no value; sparse.match={self.match} wants {' and '.join(keys)}"
+                    )
+                if way != self.match and value is not None:
+                    raise ConfigError(
+                        f"sparse.{key}={value} says nothing with sparse.match={self.match}; it is for "
+                        f"sparse.match={way}"
+                    )
         if not self.methods:
             raise ConfigError("sparse.methods is empty; give at least one, for instance sparse.methods=[dense]")
         twice = sorted({name for name in self.methods if self.methods.count(name) > 1})

@@ -52,6 +52,10 @@ class Ruler(WithPageMap):
         for depth in self.depths:
             if not 0 <= depth <= 1:
                 raise ConfigError(f"depths={depth}: must be 0 (where the text begins) to 1 (where it ends)")
+        if self.budgets is not None and self.sparse.match != "tokens":
+            raise ConfigError(
+                f"budgets={self.budgets} are in tokens, and sparse.match={self.sparse.match} is not; give one"
+            )
         one_of("question", self.question, ("dense", "sparse", "unseen"))
 
 

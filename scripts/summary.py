@@ -73,10 +73,12 @@ def _costs(samples: Sequence[Sample]) -> dict[str, Any]:
 
     steps, tokens, seconds = total("decode_steps"), total("new_tokens"), total("seconds")
     known = {name: key for name, key in _BYTES.items() if all(key in sample for sample in samples)}
+    budgeted = all("budget_tokens" in sample for sample in samples)
     resident = all({"kv_bytes_resident", "digest_bytes_resident"} <= sample.keys() for sample in samples)
     held = total("kv_bytes_resident") + total("digest_bytes_resident") if resident else 0.0
     return {
         **{f"{name}_per_token": total(key) / steps if steps else None for name, key in known.items()},
+        **({"budget_tokens": total("budget_tokens") / len(samples)} if budgeted else {}),
         **({"resident_bytes": held / len(samples)} if resident else {}),
         "units_held_peak": max(sample["units_held_peak"] for sample in samples),
         "device_bytes_peak": max(sample["device_bytes_peak"] for sample in samples),

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from octavo.core.inspection.page_watch import PageWatch
-from octavo.scripts import benchmarks, build, instruments, plots, report, summary
+from octavo.scripts import benchmarks, budgets, build, instruments, plots, report, summary
 from octavo.scripts.benchmarks import Item
 from octavo.scripts.instruments import Instruments
 from octavo.scripts.progress import counting, waiting
@@ -41,7 +41,7 @@ def run(config: CodeCompletion, run: Run) -> None:
     with waiting(f"loading {config.model.path}"):
         model, tokenizer = build.load_model(config.model)
         engine = build.engine(config, model, tokenizer)
-        build.fit(methods, engine)
+        methods = budgets.matched(methods, engine, config.sparse)
     engine.watch = PageWatch() if config.page_map else None
     tools = Instruments.of(engine, model, config.sparse)
 
@@ -118,6 +118,7 @@ def complete(
                 "predicted_digest_bytes": predicted.digest_bytes,
                 "kv_bytes_resident": sample.kv_bytes_resident,
                 "digest_bytes_resident": build.digest_bytes(engine, method, len(prompt) + len(sample.token_ids) - 1),
+                **build.budget_of(method),
                 "units_held_peak": stats.units_held_peak,
                 "device_bytes_peak": stats.device_bytes_peak,
                 "seconds": line.seconds,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from octavo.core.inspection.page_watch import PageWatch
-from octavo.scripts import benchmarks, build, report
+from octavo.scripts import benchmarks, budgets, build, report
 from octavo.scripts.benchmarks import Item
 from octavo.scripts.progress import console, counting, waiting
 from octavo.scripts.refusal import one_of
@@ -79,7 +79,7 @@ def run(config: Devices, run: Run) -> None:
         with waiting(f"loading {config.model.path}"):
             engines, tokenizer = _engines(config, places)
             for engine in engines:
-                build.fit(methods, engine)
+                methods = budgets.matched(methods, engine, config.sparse)
         # One of the two: their requests are the same, and no time is measured.
         engines[0].watch = PageWatch() if config.page_map else None
         done = run.done("item", "method")

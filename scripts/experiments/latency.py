@@ -7,7 +7,7 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from octavo.scripts import build, latency_plots, latency_rows, model_shapes, report, step_profile, workloads
+from octavo.scripts import budgets, build, latency_plots, latency_rows, model_shapes, report, step_profile, workloads
 from octavo.scripts.latency_plots import who
 from octavo.scripts.latency_rows import Row
 from octavo.scripts.machine_load import busy_rounds, watch
@@ -52,7 +52,7 @@ def run(config: Latency, run: Run) -> None:
     model, workload = _model_and_workload(config)
     workloads.refuse_too_long(workload, model)
     engine = engine_for(config, model, workload)
-    build.fit(methods, engine)
+    methods = budgets.matched(methods, engine, config.sparse)
     ours = [OctavoService(engine, name, method) for name, method in methods.items()]
     rivals, absent = rival_services(config, model, workload)
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from octavo.core.inspection.page_watch import PageWatch
-from octavo.scripts import build, instruments, long_context, quality_plots, report
+from octavo.scripts import budgets, build, instruments, long_context, quality_plots, report
 from octavo.scripts.instruments import Instruments
 from octavo.scripts.long_context import Methods
 from octavo.scripts.progress import waiting
@@ -41,7 +41,7 @@ def run(config: MultiTurn, run: Run) -> None:
     with waiting(f"loading {config.model.path}"):
         model, tokenizer = build.load_model(config.model)
         engine = build.engine(config, model, tokenizer)
-        build.fit(methods, engine)
+        methods = budgets.matched(methods, engine, config.sparse)
     long_context.refuse_longer("length", config.length, engine)
     long_context.refuse_without_template(tokenizer, config.chat)
     engine.watch = PageWatch() if config.page_map else None

@@ -9,7 +9,7 @@ from itertools import zip_longest
 from typing import Any
 
 from octavo.core.inspection.page_watch import PageWatch
-from octavo.scripts import build, instruments, long_context, quality_plots, report
+from octavo.scripts import budgets, build, instruments, long_context, quality_plots, report
 from octavo.scripts.instruments import Instruments
 from octavo.scripts.long_context import Methods
 from octavo.scripts.progress import waiting
@@ -35,7 +35,7 @@ def run(config: Perplexity, run: Run) -> None:
     with waiting(f"loading {config.model.path}"):
         model, tokenizer = build.load_model(config.model)
         engine = build.engine(config, model, tokenizer)
-        build.fit(methods, engine)
+        methods = budgets.matched(methods, engine, config.sparse)
     length = config.context_tokens + config.scored_tokens
     long_context.refuse_longer("context_tokens + scored_tokens", length, engine)
     texts = {f"{text.kind}/{text.document.name}": text for text in _texts(config, tokenizer)[: config.limit]}

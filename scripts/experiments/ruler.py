@@ -10,7 +10,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from octavo.core.inspection.page_watch import PageWatch
-from octavo.scripts import build, instruments, long_context, plots, quality_plots, report, summary
+from octavo.scripts import budgets, build, instruments, long_context, plots, quality_plots, report, summary
 from octavo.scripts.instruments import Instruments
 from octavo.scripts.long_context import Methods
 from octavo.scripts.progress import waiting
@@ -63,7 +63,7 @@ def run(config: Ruler, run: Run) -> None:
     with waiting(f"loading {config.model.path}"):
         model, tokenizer = build.load_model(config.model)
         engine = build.engine(config, model, tokenizer)
-        build.fit(methods, engine)
+        methods = budgets.matched(methods, engine, config.sparse)
     for length in config.lengths:
         long_context.refuse_longer("lengths", length, engine)
     long_context.refuse_without_template(tokenizer, config.chat)

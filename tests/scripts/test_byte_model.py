@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ def engine(make_llama: Any, engine_for: Any) -> Any:
     return engine_for(make_llama(num_hidden_layers=3))
 
 
+@cache
 def made(name: str) -> Any:
     more = {"digest": {"sub_pages": 2}} if name == "lserve" else {}
     return method(name, budget_tokens=20, **PARTS, **more)
