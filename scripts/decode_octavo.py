@@ -5,19 +5,21 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from octavo.scripts import build
 from octavo.scripts.decode_shapes import TEMPERATURE, StepShape, Stretch, device_bytes_peak, forget_peak, now
+from octavo.scripts.pretended import fill, prefill
 from octavo.scripts.refusal import ConfigError
-from octavo.scripts.schema_decode import DecodeStep
+from octavo.scripts.schema_decode import BreakEven, DecodeStep
 from octavo.scripts.schema_groups import Config, EngineSettings
 from octavo.scripts.workloads import Workload
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from octavo.core.interfaces import SparseMethod
     from octavo.core.uploads import Download
 
 WARM_STEPS = 4
@@ -25,10 +27,20 @@ WARM_STEPS = 4
 
 
 class Octavo:
-    """This engine under one execution, with room for every shape and for the batch ``mixed``."""
+    """This engine under one execution, with room for every shape and for the batch ``mixed``.
+
+    ``pretended``: no prompt is computed; their pages hold random numbers.
+    """
 
     def __init__(
-        self, config: DecodeStep, model: Any, execution: str, shapes: Sequence[StepShape], mixed: Workload | None
+        self,
+        config: DecodeStep | BreakEven,
+        model: Any,
+        execution: str,
+        shapes: Sequence[StepShape],
+        mixed: Workload | None,
+        *,
+        pretended: bool = False,
     ) -> None:
         settings = config.engine
         page_tokens = build.engine_config(settings).text_page_tokens
@@ -45,14 +57,17 @@ class Octavo:
         self._device = model.device
         self._counts_waiting = execution != "eager" and model.device.type == "cuda"
         self._passes = 0
+        self._pretended = pretended
+        if pretended:
+            fill(self.engine, config.seed)
 
-    def warm_up(self, shape: StepShape) -> None:
-        self._run(shape, 2, seed=0)
+    def warm_up(self, shape: StepShape, method: SparseMethod | None = None) -> None:
+        self._run(shape, 2, seed=0, method=method)
 
-    def stretch(self, shape: StepShape, seed: int) -> Stretch:
-        return self._run(shape, shape.new_tokens, seed)
+    def stretch(self, shape: StepShape, seed: int, method: SparseMethod | None = None) -> Stretch:
+        return self._run(shape, shape.new_tokens, seed, method)
 
-    def _run(self, shape: StepShape, new_tokens: int, seed: int) -> Stretch:
+    def _run(self, shape: StepShape, new_tokens: int, seed: int, method: SparseMethod | None) -> Stretch:
         """Compute all prompts, let the pipeline fill, and time whole steps between two moments at which the device has
         no work left.
 
@@ -67,10 +82,11 @@ class Octavo:
         salt = self._salt()
         forget_peak(device)
         start = now(device)
-        ids = [engine.submit(prompt, params, salt=salt) for prompt in prompts]
+        ids = [engine.submit(prompt, params, salt=salt, method=method) for prompt in prompts]
         begun: set[str] = set()
-        while len(begun) < shape.batch:
-            begun |= {output.request_id for output in engine.step() if output.new_token_ids}
+        with prefill(engine) if self._pretended else nullcontext():
+            while len(begun) < shape.batch:
+                begun |= {output.request_id for output in engine.step() if output.new_token_ids}
         prefill_s = now(device) - start
         for _ in range(WARM_STEPS):
             engine.step()

@@ -35,6 +35,34 @@ def pareto(rows: Sequence[Row], quality: str = "edit_similarity") -> Figure:
     return figure
 
 
+def by_level(rows: Sequence[Row], quality: str) -> Figure:
+    """Quality against the bytes that a decoded token reads, a line a composition over its levels. What ``oracle`` reads
+    to choose is left out, so that it is a bar (dashed); dense is a line over all bytes."""
+    figure = Figure(figsize=(9, 5.5), layout="constrained")
+    axes = figure.add_subplot()
+    shown = [row for row in rows if row["kv_bytes_per_token"] is not None]
+    for number, name in enumerate(dict.fromkeys(row["composition"] for row in shown)):
+        own = [row for row in shown if row["composition"] == name]
+        bar = name in ("oracle", "random")
+        choosing = 0 if name == "oracle" else 1
+        places = [(row["kv_bytes_per_token"] + choosing * row["digest_bytes_per_token"]) / 1e6 for row in own]
+        values = [row[quality] for row in own]
+        if "level_percent" not in own[0]:
+            axes.axhline(values[0], color="0.4", linewidth=1, label=name)
+            continue
+        ends = [row.get(f"{quality}_ci") or (row[quality], row[quality]) for row in own]
+        error = [[v - low for v, (low, _) in zip(values, ends, strict=True)]]
+        error.append([high - v for v, (_, high) in zip(values, ends, strict=True)])
+        style = {"fmt": "--" if bar else "o-", "color": "black" if bar else f"C{number % 10}", "capsize": 2}
+        axes.errorbar(places, values, yerr=error, label=name, alpha=0.8, markersize=4, **style)
+    axes.set_xlabel("MB read a decoded token (K, V and what is read to choose)")
+    axes.set_ylabel(f"{quality.replace('_', ' ')} (points, 95 % interval)")
+    axes.set_xlim(left=0)
+    axes.grid(alpha=0.3)
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=8)
+    return figure
+
+
 def by_length(samples: Sequence[Row], methods: Sequence[str], quality: str = "edit_similarity") -> Figure:
     """Mean quality by the length of the context, methods side by side; the number of items below each group."""
     figure = Figure(figsize=(7, 4.5), layout="constrained")

@@ -95,3 +95,23 @@ def kept_by_layer(percent: Sequence[float]) -> Figure:
     axes.set_ylabel("kept (%)")
     axes.set_ylim(0, 100)
     return figure
+
+
+def by_protocol(rows: Sequence[Row]) -> Figure:
+    """What each switch changes: a panel a switch and setting, a bar a method, with its interval. In log-likelihood
+    where there is one, in points of accuracy for turns."""
+    moved = [row for row in rows if {"log_likelihood_vs_base", "accuracy_vs_base"} & row.keys()]
+    settings = list(dict.fromkeys((row["switch"], row["setting"]) for row in moved))
+    figure = Figure(figsize=(1.5 + 2.6 * max(1, len(settings)), 3.6), layout="constrained")
+    panels = figure.subplots(1, max(1, len(settings)), squeeze=False)[0]
+    for axes, (switch, setting) in zip(panels, settings, strict=False):
+        own = [row for row in moved if (row["switch"], row["setting"]) == (switch, setting)]
+        key = "log_likelihood_vs_base" if "log_likelihood_vs_base" in own[0] else "accuracy_vs_base"
+        for place, row in enumerate(own):
+            low, high = row.get(f"{key}_ci") or (row[key], row[key])
+            axes.bar(place, row[key], yerr=[[row[key] - low], [high - row[key]]], capsize=3, color=f"C{place}")
+        axes.set_xticks(range(len(own)), [row["method"] for row in own], rotation=60, ha="right", fontsize=8)
+        axes.axhline(0, color="0.3", linewidth=1)
+        axes.set_title(f"{switch}: {setting}", fontsize=9)
+        axes.set_ylabel("nats a token" if key.startswith("log") else "points of accuracy", fontsize=8)
+    return figure

@@ -86,6 +86,7 @@ HEADINGS = {
     "used_percent": "memory used %",
     "preemptions": "preemptions",
     "budget_tokens": "budget",
+    "read_percent": "% of dense read",
     "kv_bytes_per_token": "KV read a token",
     "predicted_kv_bytes_per_token": "predicted",
     "digest_bytes_per_token": "to choose",
@@ -128,6 +129,12 @@ HEADINGS = {
     "floor_us": "floor µs",
     "percent_of_floor": "% of floor",
     "ms_per_step": "ms a step",
+    "ms_dense": "ms dense",
+    "floor_ms_dense": "floor dense",
+    "speedup": "x dense",
+    "predicted_speedup": "bytes say",
+    "measured_from_tokens": "measured from",
+    "predicted_from_tokens": "bytes say from",
     "prefill_tokens_per_s": "prefill tokens/s",
     "ceiling_tokens_per_s": "ceiling tokens/s",
     "percent_of_ceiling": "% of ceiling",
@@ -302,7 +309,7 @@ def format_value(key: str, value: Any) -> str:
         return str(value)
     if "bytes" in key:
         return format_bytes(value)
-    sign = "+" if key.endswith(("_vs_dense", "_vs_first", "_vs_uncached")) else ""
+    sign = "+" if key.endswith(("_vs_dense", "_vs_first", "_vs_uncached", "_vs_base")) else ""
     if isinstance(value, int) or abs(value) >= 10_000:
         return f"{round(value):{sign},}"
     return (

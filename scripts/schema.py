@@ -17,8 +17,8 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
 from octavo.scripts.refusal import ConfigError, at_least
-from octavo.scripts.schema_comparisons import Compare
-from octavo.scripts.schema_decode import DecodeStep
+from octavo.scripts.schema_comparisons import Compare, Pareto, Protocols
+from octavo.scripts.schema_decode import BreakEven, DecodeStep
 from octavo.scripts.schema_groups import (
     Config,
     EngineSettings,
@@ -50,6 +50,7 @@ from octavo.scripts.schema_serving import Latency, Throughput
 __all__ = [
     "EXPERIMENTS",
     "Allocators",
+    "BreakEven",
     "Calibrate",
     "CodeCompletion",
     "Compare",
@@ -70,7 +71,9 @@ __all__ = [
     "MultiTurn",
     "PageRatio",
     "PageSize",
+    "Pareto",
     "Perplexity",
+    "Protocols",
     "Ruler",
     "SamplingSettings",
     "Sharing",
@@ -131,6 +134,7 @@ class Devices(WithPageMap):
 
 EXPERIMENTS: dict[str, type[Config]] = {
     "allocators": Allocators,
+    "break_even": BreakEven,
     "calibrate": Calibrate,
     "code_completion": CodeCompletion,
     "compare": Compare,
@@ -152,7 +156,9 @@ EXPERIMENTS: dict[str, type[Config]] = {
     "multi_turn": MultiTurn,
     "page_ratio": PageRatio,
     "page_size": PageSize,
+    "pareto": Pareto,
     "perplexity": Perplexity,
+    "protocols": Protocols,
     "ruler": Ruler,
     "sharing": Sharing,
     "throughput": Throughput,

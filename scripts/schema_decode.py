@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from octavo.scripts.refusal import ConfigError, at_least, each_once
-from octavo.scripts.schema_groups import Config, ShapedModelSettings
+from octavo.scripts.refusal import ConfigError, at_least, each_at_least, each_once
+from octavo.scripts.schema_groups import Config, ShapedModelSettings, SparseSettings
 
 EXECUTIONS = ("eager", "graph", "compiled")
 STEP_RIVALS = ("transformers", "vllm")
@@ -47,3 +47,28 @@ class DecodeStep(Config):
                 f"engine.execution={self.engine.execution}: this experiment takes it from executions, as in "
                 f"executions=[{self.engine.execution}]"
             )
+
+
+@dataclass
+class BreakEven(Config):
+    """contexts: tokens of each sequence before the first timed step. batches: sequences. Empty is the device's own.
+    new_tokens: steps that a time is the mean of; null: 64 on CUDA, 8 elsewhere. rounds: times of each, whose median
+    counts. gain: speed-up whose beginning is looked for. limit: shapes."""
+
+    model: ShapedModelSettings = field(default_factory=ShapedModelSettings)
+    contexts: list[int] = field(default_factory=list)
+    batches: list[int] = field(default_factory=list)
+    new_tokens: int | None = None
+    rounds: int = 3
+    gain: float = 1.3
+    sparse: SparseSettings = field(default_factory=SparseSettings)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for key in ("contexts", "batches"):
+            each_once(key, getattr(self, key))
+            each_at_least(key, getattr(self, key), 1)
+        at_least("new_tokens", self.new_tokens, 1)
+        at_least("rounds", self.rounds, 1)
+        if self.gain <= 1:
+            raise ConfigError(f"gain={self.gain}: must be above 1, as in gain=1.3 for 30 % more")

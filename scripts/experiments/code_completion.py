@@ -16,7 +16,7 @@ from octavo.scripts.instruments import Instruments
 from octavo.scripts.progress import counting, waiting
 from octavo.scripts.refusal import ConfigError
 from octavo.scripts.run import Run, Sample
-from octavo.scripts.schema import CodeCompletion
+from octavo.scripts.schema import CodeCompletion, Pareto, TaskSettings
 
 if TYPE_CHECKING:
     from octavo.core import Completion, Engine, SamplingParams
@@ -77,7 +77,7 @@ def complete(
     item: Item,
     methods: Mapping[str, SparseMethod | None],
     engine: Engine,
-    config: CodeCompletion,
+    config: CodeCompletion | Pareto,
     tokenizer: Any,
 ) -> list[Sample]:
     """One item under several methods."""
@@ -85,9 +85,7 @@ def complete(
 
     base = {"item": item.id, "gold": item.gold}
     try:
-        gold = tokenizer.encode(item.gold, add_special_tokens=False)
-        most = engine.max_model_tokens - max(config.task.max_new_tokens, len(gold))
-        prompt = item.prompt_ids(tokenizer, min(most, config.task.max_prompt_tokens or most))
+        prompt, gold = prompt_and_gold(item, engine, config.task, tokenizer)
         params = SamplingParams(max_tokens=config.task.max_new_tokens, seed=_seed(item, config.seed))
         lines = _decode(item, prompt, methods, engine, params)
         likelihoods = engine.score_many([(prompt, gold, method) for method in methods.values()])
@@ -125,6 +123,17 @@ def complete(
             }
         )
     return samples
+
+
+def prompt_and_gold(item: Item, engine: Engine, task: TaskSettings, tokenizer: Any) -> tuple[list[int], list[int]]:
+    """Token ids of an item's prompt, cut to what it may have, and of its gold line.
+
+    Raises:
+        ValueError: the benchmark's rule cannot shorten it that far.
+    """
+    gold = tokenizer.encode(item.gold, add_special_tokens=False)
+    most = engine.max_model_tokens - max(task.max_new_tokens, len(gold))
+    return item.prompt_ids(tokenizer, min(most, task.max_prompt_tokens or most)), gold
 
 
 @dataclass

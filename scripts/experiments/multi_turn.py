@@ -49,9 +49,9 @@ def run(config: MultiTurn, run: Run) -> None:
 
     def measure(item: str, missing: Methods) -> list[Sample]:
         talk = conversation(config.length, config.turns + 1, f"{config.seed} {item}")
-        text = _text(talk, config, tokenizer)
+        text = fitted_text(talk, config, tokenizer)
         return [
-            _converse(engine, config, tools, item, text, talk.turns, name, method) for name, method in missing.items()
+            converse(engine, config, tools, item, text, talk.turns, name, method) for name, method in missing.items()
         ]
 
     def rows(samples: Sequence[Sample], intervals: bool) -> list[dict[str, Any]]:
@@ -66,7 +66,7 @@ def run(config: MultiTurn, run: Run) -> None:
     report.publish(run, config, final, plots=figures, notes=[*NOTES, *tools.notes()], maps=maps)
 
 
-def _text(talk: Conversation, config: MultiTurn, tokenizer: Any) -> str:
+def fitted_text(talk: Conversation, config: MultiTurn, tokenizer: Any) -> str:
     """The text of a conversation, so long that it fills the length with the first question and its answer.
 
     Raises:
@@ -85,7 +85,7 @@ def _text(talk: Conversation, config: MultiTurn, tokenizer: Any) -> str:
     return text(words)
 
 
-def _converse(
+def converse(
     engine: Engine,
     config: MultiTurn,
     tools: Instruments,

@@ -75,8 +75,7 @@ def run(config: Ruler, run: Run) -> None:
     def measure(item: str, missing: Methods) -> list[Sample]:
         puzzle, prompt = make(puzzles[item], config, tokenizer)
         gold = answer_ids(tokenizer, puzzle.gold)
-        ask = _scored if config.question == "sparse" else _answered
-        return ask(engine, config, puzzle, prompt, gold, missing)
+        return QUESTIONS[config.question](engine, config, puzzle, prompt, gold, missing)
 
     def rows(samples: Sequence[Sample], intervals: bool) -> list[dict[str, Any]]:
         return long_context.grouped_rows(samples, ("task", "length"), config.seed, intervals)
@@ -125,7 +124,7 @@ def _methods(config: Ruler) -> Methods:
     return found
 
 
-def _answered(
+def answered(
     engine: Engine, config: Ruler, puzzle: ruler.Puzzle, prompt: QuestionPrompt, gold: list[int], methods: Methods
 ) -> list[Sample]:
     """The prompt dense, but for what reads dropped text, the answer under each method."""
@@ -157,7 +156,7 @@ def _answered(
     return samples
 
 
-def _scored(
+def scored(
     engine: Engine, config: Ruler, puzzle: ruler.Puzzle, prompt: QuestionPrompt, gold: list[int], methods: Methods
 ) -> list[Sample]:
     """The text dense, question and answer under each method."""
@@ -174,6 +173,10 @@ def _scored(
         }
         for (name, method), logprobs in zip(methods.items(), likelihoods, strict=True)
     ]
+
+
+QUESTIONS = {"dense": answered, "unseen": answered, "sparse": scored}
+"""How the question is computed, and what asks it so."""
 
 
 def _figures(config: Ruler, samples: Sequence[Sample], methods: Mapping[str, Any]) -> dict[str, Any]:

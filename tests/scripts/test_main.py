@@ -61,6 +61,7 @@ def test_limit_makes_any_experiment_a_smoke_test(
     model = f"model.path={tiny_model}"
     runs = [str(octavo(*tiny, "limit=2").folder) for _ in range(2)] if name == "compare" else []
     arguments = {
+        "break_even": [model, "contexts=[200,300]", "new_tokens=2", "rounds=1", "sparse.budget_tokens=128"],
         "compare": [f"runs=[{','.join(runs)}]"],
         "code_completion": tiny,
         "image_sharing": [
@@ -72,6 +73,8 @@ def test_limit_makes_any_experiment_a_smoke_test(
         ],
         "layer_groups": [f"model.path={windowed_model}", "contexts=[80,100,120]"],
         "multi_turn": [model, "length=500"],
+        "pareto": [*tiny, "sparse.budget_tokens=1024", "levels=[0.7]"],
+        "protocols": [model, "length=600", "sparse.budget_tokens=128", "dense_layers=[[]]"],
         "perplexity": [model, "context_tokens=300", "scored_tokens=8"],
         "ruler": [model, "lengths=[800]", "max_new_tokens=8"],
     }
