@@ -232,8 +232,10 @@ class PageView(Protocol):
     what is read is counted.
 
     ``n_pages [b]`` int32 counts the open page at the end, whose digest does not exist yet; ``max_pages`` is the
-    largest of them, P. ``seeds [b]`` int64 are the requests' own. ``layers`` counts those of the model. ``reusable`` is
-    what a method leaves for the later layers of the same step.
+    largest of them, P. ``seeds [b]`` int64 are the requests' own. ``layers`` counts those of the model.
+
+    A method leaves there what its parts need: ``budget``, the pages that a KV head of this layer may read (on average),
+    and ``reusable``, a choice for the later layers of the same step.
     """
 
     layer: int
@@ -242,6 +244,7 @@ class PageView(Protocol):
     n_pages: Tensor
     max_pages: int
     seeds: Tensor
+    budget: int
     reusable: Selection | None
 
     @property
@@ -255,6 +258,14 @@ class PageView(Protocol):
 
     def digest(self, part: str) -> Tensor:
         """``[b, P, Hkv, ...]``; rows past a sequence's sealed pages are arbitrary, NaN included."""
+        ...
+
+    def digest_at(self, part: str, at: Tensor) -> Tensor:
+        """``[b, Hkv, S, ...]`` of pages ``at`` int64 [b, Hkv, S] alone; arbitrary where that is no full page."""
+        ...
+
+    def keys_at(self, at: Tensor) -> Tensor:
+        """Keys ``[b, Hkv, S, p, D]`` of pages ``at`` int64 [b, Hkv, S]; arbitrary where that is no full page."""
         ...
 
     def keys(self, channels: Tensor) -> Tensor:
@@ -391,6 +402,11 @@ class Scorer(Protocol):
 
     def elements(self, tokens: int, spec: ModelSpec, page_tokens: int) -> int:
         """Elements a KV head that scoring ``tokens`` tokens reads besides digests, in closed form."""
+        ...
+
+    def narrowing(self, budget: int, tokens: int, spec: ModelSpec, page_tokens: int) -> int:
+        """What it reads further of those pages that it looks at more closely, whose number depends on the layer's
+        ``budget`` of pages."""
         ...
 
 

@@ -124,6 +124,7 @@ class Method:
         if pages.max_pages <= budget or (is_dense and pages.layer not in self.choosing_layers):
             return None
         if chooser == pages.layer:
+            pages.budget = budget
             scores = self.scorer.score(q, pages)
             keep = self.keep.mask(pages)
             n_pages = pages.n_pages[:, None]
@@ -142,9 +143,9 @@ class Method:
         if pages <= budget:
             return PagesRead(pages, 0)
         is_dense, chooses = layer in self.dense_layers, self._chooser(layer) == layer
-        if is_dense:
-            budget, chooses = pages, layer in self.choosing_layers
-        return PagesRead(budget, self._elements(tokens, spec, page_tokens) if chooses else 0)
+        chooses = layer in self.choosing_layers if is_dense else chooses
+        elements = self._elements(tokens, spec, page_tokens, budget) if chooses else 0
+        return PagesRead(pages if is_dense else budget, elements)
 
     def _sparse_layers(self, spec: ModelSpec) -> list[int]:
         return [layer for layer in range(spec.layers) if layer not in self.dense_layers and not spec.windows[layer]]
@@ -156,9 +157,11 @@ class Method:
     def _budget(self, layer: int, layers: int, page_tokens: int) -> int:
         return self.budget.pages(self._chooser(layer), layers, page_tokens)
 
-    def _elements(self, tokens: int, spec: ModelSpec, page_tokens: int) -> int:
+    def _elements(self, tokens: int, spec: ModelSpec, page_tokens: int, budget: int) -> int:
         """Elements a KV head that scoring reads: the scorer's parts of the digests of full pages, and what else it
         says."""
         shapes = self.digest.spec(page_tokens, spec) if self.digest else {}
         digest = sum(prod(shapes[part][1:]) for part in self.scorer.parts)
-        return (tokens - 1) // page_tokens * digest + self.scorer.elements(tokens, spec, page_tokens)
+        more = self.scorer.elements(tokens, spec, page_tokens)
+        more += self.scorer.narrowing(budget, tokens, spec, page_tokens)
+        return (tokens - 1) // page_tokens * digest + more

@@ -21,6 +21,9 @@ class Scored:
     def elements(self, tokens: int, spec: ModelSpec, page_tokens: int) -> int:
         return 0
 
+    def narrowing(self, budget: int, tokens: int, spec: ModelSpec, page_tokens: int) -> int:
+        return 0
+
 
 @dataclass(frozen=True)
 class UpperBound(Scored):

@@ -37,6 +37,7 @@ class StepPages:
     parts: Mapping[str, Tensor]
     elements_read: Tensor
     layer: int = 0
+    budget: int = 0
     traits: LayerTraits = field(default_factory=lambda: LayerTraits(1.0))
     reusable: Selection | None = None
     _listed: tuple[Selection, int, Tensor, Tensor] | None = None
@@ -71,6 +72,23 @@ class StepPages:
         store = self.parts[part]
         self.elements_read += (self.n_pages - 1) * store[0, 0].numel()
         return store[self.first_units, self.plan.places[self.layer].group_layer]
+
+    def digest_at(self, part: str, at: Tensor) -> Tensor:
+        store, heads = self.parts[part], torch.arange(self.kv_heads, device=at.device)[:, None]
+        self._count_full(at, store[0, 0, 0].numel())
+        units = self.first_units.gather(1, at.flatten(1)).view_as(at)
+        return store[units, self.plan.places[self.layer].group_layer, heads]
+
+    def keys_at(self, at: Tensor) -> Tensor:
+        self._count_full(at, self.page_tokens * self.kv.shape[5])
+        place, heads = self.plan.places[self.layer], torch.arange(self.kv_heads, device=at.device)[:, None, None]
+        entries = at[..., None] * self.page_units + torch.arange(self.page_units, device=at.device)
+        units = entry_units(self.tables[place.slice]).gather(1, entries.flatten(1)).view_as(entries)
+        return self.kv[units, place.unit_layer, 0, heads].flatten(3, 4)
+
+    def _count_full(self, at: Tensor, elements: int) -> None:
+        """Count ``elements`` for each full page that ``at`` lists."""
+        self.elements_read += (at < (self.n_pages - 1)[:, None, None]).sum((1, 2)) * elements
 
     def keys(self, channels: Tensor) -> Tensor:
         place = self.plan.places[self.layer]

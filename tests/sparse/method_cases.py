@@ -15,7 +15,9 @@ DROPPING = sorted(path.stem for path in CONFIGS.glob("*.yaml") if "placement: dr
 """Those that drop tokens: test_eviction.py."""
 NAMES = sorted({path.stem for path in CONFIGS.glob("*.yaml")} - set(CALIBRATED) - set(DROPPING))
 SMALL = {"keep": {"sink_tokens": 4, "recent_tokens": 4}, "dense_layers": [0]}
+PYRAMIDS = ("hierarchical", "pyramid_kv")
 SMALLER = {
+    "hierarchical": {"digest": {"sub_pages": 2, "wide": 2, "narrow": 1}},
     "infllm": {"digest": {"count": 2}},
     "less_is_more": {"choosing_layers": [1]},
     "lserve": {"digest": {"sub_pages": 2}},
@@ -31,7 +33,7 @@ _made = {}
 
 def make(name, tokens=BUDGET, page_tokens=4, **parts):
     """A method for the small model. Composing YAML takes longer than running it, so equal ones are made once."""
-    if name == "pyramid_kv":  # three pages are kept
+    if name in PYRAMIDS:  # three pages are kept
         parts = {"budget": {"kept_tokens": 2 * page_tokens + 1, "first_layer": 1}, **parts}
     parts = {**SMALL, **SMALLER.get(name, {}), **parts}
     key = repr((name, tokens, parts))
@@ -47,6 +49,7 @@ class View:
     layer, layers, page_tokens, max_pages, kv_heads = 1, 3, 4, 9, 2
     traits = LayerTraits(8**-0.5)
     reusable = None
+    budget = 0
 
     def __init__(self, seed=0, digest=None):
         self.kind = digest
@@ -62,6 +65,14 @@ class View:
         digest = self.kind.compute(keys, keys, [1])[part].squeeze(1).unflatten(0, (2, 9))
         digest[0, 8:], digest[1, 5:] = float("nan"), 50.0  # whatever was there
         return digest
+
+    def digest_at(self, part, at):
+        digest = self.digest(part).transpose(1, 2)  # [b, Hkv, P, ...]
+        return digest[torch.arange(2)[:, None, None], torch.arange(2)[:, None], at]
+
+    def keys_at(self, at):
+        keys = self.k.transpose(1, 2)[torch.arange(2)[:, None, None], torch.arange(2)[:, None], at]
+        return keys.where((at < self.n_pages[:, None, None] - 1)[..., None, None], float("nan"))
 
     def keys(self, channels):
         keys = self.k.transpose(1, 2).flatten(2, 3).take_along_dim(channels[:, :, None], 3)  # [b, Hkv, P * p, r]

@@ -7,14 +7,14 @@ from hypothesis import strategies as st
 
 from octavo.sparse.digests import MinMax
 
-from .method_cases import NAMES, View, make
+from .method_cases import NAMES, PYRAMIDS, View, make
 
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", NAMES)
 def test_selection(name, seed):
     """Ascending and distinct pages of the sequence, the kept and the open one among them, as many as the budget."""
-    chosen = make(name, 14 if name == "pyramid_kv" else 20)
+    chosen = make(name, 14 if name in PYRAMIDS else 20)
     view = View(seed, chosen.digest)
     selection = chosen.select(view.q, view)
     heads = selection.counts.shape[1]
@@ -72,9 +72,9 @@ def test_quest_can_average_the_softmax_of_its_group(seed):
         torch.testing.assert_close(scores[b, :, :sealed], bounds.softmax(0).mean(2).T)
 
 
-def captured(name):
+def captured(name, tokens=20):
     """Attention mass that a method's choices hold, over 20 draws."""
-    total, chosen = 0.0, make(name)
+    total, chosen = 0.0, make(name, tokens)
     for seed in range(20):
         view = View(seed, chosen.digest)
         pages = chosen.select(view.q, view).pages
@@ -103,7 +103,7 @@ def test_random_depends_on_the_request_and_the_step_only():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_sequence_that_fits_is_read_whole_beside_one_that_does_not(name):
-    chosen = make(name, 15 if name == "pyramid_kv" else 24)
+    chosen = make(name, 15 if name in PYRAMIDS else 24)
     assert chosen.budget.pages(1, 3, 4) == 6
     view = View(0, chosen.digest)
     assert (chosen.select(view.q, view).counts[1] == 6).all()
