@@ -67,7 +67,10 @@ class Instruments:
         return byte_model.with_break_even(rows, methods, self.bytes)
 
     def notes(self) -> list[str]:
-        return [byte_model.NOTE] if self.probe is None else [NOTE.format(every=self.every), byte_model.NOTE]
+        return [*self.probe_notes(), byte_model.NOTE]
+
+    def probe_notes(self) -> list[str]:
+        return [] if self.probe is None else [NOTE.format(every=self.every)]
 
 
 def figures(samples: Sequence[Sample], methods: Sequence[str]) -> dict[str, Figure]:

@@ -28,7 +28,7 @@ def work_through(
     methods: Methods,
     measure: Callable[[str, Methods], list[Sample]],
     rows: Rows,
-    tools: Instruments,
+    tools: Instruments | None = None,
 ) -> list[dict[str, Any]]:
     """One sample an item and method, or more: those that an earlier process left are not made again. An item that
     cannot be served is recorded with its error, and the rest goes on.
@@ -37,10 +37,11 @@ def work_through(
         items: by id, what every sample of an item says.
         measure: samples of an item under some of the methods.
         rows: of samples; the flag asks for intervals.
-        tools: what they have measured of a method by the end of an item is in its sample.
+        tools: what they have measured of a method by the end of an item goes into its sample, and the final rows have
+            the contexts from which methods pay.
 
     Returns:
-        The final rows, with the contexts from which methods pay.
+        The final rows.
 
     Raises:
         ConfigError: no item could be served.
@@ -53,8 +54,9 @@ def work_through(
             start = time.perf_counter()
             about = {"item": item, **items[item]}
             try:
-                measured = measure(item, missing)
-                samples = [{**about, **sample, **tools.taken(missing[sample["method"]])} for sample in measured]
+                samples = [{**about, **sample} for sample in measure(item, missing)]
+                if tools is not None:
+                    samples = [{**sample, **tools.taken(missing[sample["method"]])} for sample in samples]
             except ValueError as error:
                 samples = [{**about, "method": name, "error": str(error)} for name in missing]
             for sample in samples:
@@ -64,7 +66,8 @@ def work_through(
             advance(_line(item, samples, time.perf_counter() - start))
     if all("error" in sample for sample in run.samples):
         raise ConfigError(f"none of the {len(items)} items could be served: {run.samples[0]['error']}")
-    return tools.rows(rows(run.samples, True), methods)
+    final = rows(run.samples, True)
+    return final if tools is None else tools.rows(final, methods)
 
 
 def grouped_rows(samples: Sequence[Sample], keys: Sequence[str], seed: int, intervals: bool) -> list[dict[str, Any]]:

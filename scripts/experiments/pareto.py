@@ -88,11 +88,11 @@ def run(config: Pareto, run: Run) -> None:
         return level_rows(summary.rows(samples, task=config.benchmark, seed=config.seed, intervals=intervals), levels)
 
     bases = {name: method for name, (method, _) in levels.items()}
-    final = long_context.work_through(config, run, benchmark.items, bases, measure, rows, tools)
+    final = long_context.work_through(config, run, benchmark.items, bases, measure, rows)
     good = [sample for sample in run.samples if "error" not in sample]
     figures = {"pareto": plots.by_level(final, benchmark.quality)} | instruments.figures(good, list(levels))
     maps = [("all items, one after another", engine.watch)]
-    report.publish(run, config, final, plots=figures, notes=[*NOTES, *tools.notes()], maps=maps)
+    report.publish(run, config, final, plots=figures, notes=[*NOTES, *tools.probe_notes()], maps=maps)
 
 
 def named_levels(methods: Methods, levels: Sequence[float]) -> dict[str, tuple[SparseMethod | None, float]]:

@@ -69,7 +69,6 @@ def run(config: Protocols, run: Run) -> None:
         build.fit(methods, engine)
     long_context.refuse_longer("length", config.length, engine)
     engine.watch = PageWatch() if config.page_map else None
-    tools = Instruments.of(engine, model, config.sparse)
     found = {variant.name: variant for variant in variants(config, methods, engine)}
     asked = config.as_ruler()
     puzzles = {spec.id: spec for spec in ruler.specs(asked)[: config.limit]}
@@ -86,12 +85,11 @@ def run(config: Protocols, run: Run) -> None:
         return protocol_rows(samples, config.seed, intervals)
 
     about = {item: {"task": spec.task, "length": spec.length, "depth": spec.depth} for item, spec in puzzles.items()}
-    final = long_context.work_through(
-        config, run, about, {name: variant.method for name, variant in found.items()}, measure, rows, tools
-    )
+    asking = {name: variant.method for name, variant in found.items()}
+    final = long_context.work_through(config, run, about, asking, measure, rows)
     if config.turns > 1:
-        final = _converse(config, run, engine, tokenizer, methods, rows, tools)
-    final = [row if row["switch"] == "base" else _without_break_even(row) for row in final]
+        nobody = Instruments.of(engine, model, dataclasses.replace(config.sparse, probe_every=0))
+        final = _converse(config, run, engine, tokenizer, methods, rows, nobody)
     figures = {"protocols": quality_plots.by_protocol(final)}
     maps = [("all puzzles and conversations", engine.watch)]
     tables = [(final, [key for key in COLUMNS if any(key in row for row in final)])]
@@ -144,17 +142,18 @@ def _matched(name: str, method: SparseMethod, match: str, config: Protocols, eng
     return budgets.within(name, method, engine, nbytes(cast("SparseMethod", free)), nbytes, config.length)
 
 
-def _without_break_even(row: Row) -> Row:
-    """Those contexts are of a method as it is composed."""
-    return {key: value for key, value in row.items() if not key.startswith(("break_even", "plus_30"))}
-
-
 def _about(variant: Variant) -> Sample:
     return {"composed": variant.composed, "switch": variant.switch, "setting": variant.setting}
 
 
 def _converse(
-    config: Protocols, run: Run, engine: Engine, tokenizer: Any, methods: Methods, rows: long_context.Rows, tools: Any
+    config: Protocols,
+    run: Run,
+    engine: Engine,
+    tokenizer: Any,
+    methods: Methods,
+    rows: long_context.Rows,
+    tools: Instruments,
 ) -> list[Row]:
     """The sessions of several turns; gives all rows."""
     asked = MultiTurn(
@@ -173,7 +172,7 @@ def _converse(
 
     items: dict[str, Mapping[str, Any]] = {f"conversation {number}": {} for number in range(config.conversations)}
     items = dict(list(items.items())[: config.limit])
-    return long_context.work_through(config, run, items, methods, measure, rows, tools)
+    return long_context.work_through(config, run, items, methods, measure, rows)
 
 
 def protocol_rows(samples: Sequence[Sample], seed: int, intervals: bool) -> list[Row]:
