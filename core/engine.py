@@ -587,7 +587,7 @@ class Engine:
         if reason in ("length", MARKER) and sequence.detokenizer is not None and sequence.detokenizer.stopped:
             reason = "stop"  # the stop string ended in a token that also held half a character
         sequence.finish_reason = reason
-        sequence.kv_bytes_resident = sum(table.held_units for table in sequence.tables) * self._runner.kv[0].nbytes
+        sequence.kv_bytes_resident = int(self._pool.size[sequence.held].sum()) * self._runner.kv[0].nbytes
         if request.keep is not None and sequence in self._scheduler.running:
             self._scheduler.park(sequence)
         else:

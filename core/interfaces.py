@@ -364,21 +364,6 @@ class SparseMethod(Protocol):
         ...
 
 
-class AttentionProbe(Protocol):
-    """Looks on while methods choose (``octavo.core.inspection.probing``): at the first decode step of a request and
-    every ``every``-th after it, in each layer where something was chosen."""
-
-    @property
-    def every(self) -> int: ...
-
-    def observe(
-        self, method: SparseMethod, q: Tensor, out: Tensor, selection: Selection, pages: PageView, rows: Sequence[int]
-    ) -> None:
-        """``q, out [b, Hq, D]``: the queries and what attention to ``selection`` gave. ``rows``: of the sequences whose
-        turn it is. Must change nothing."""
-        ...
-
-
 # The parts that a method is made of (octavo.sparse.method.Method). H is Hkv, or 1 where all heads agree.
 
 

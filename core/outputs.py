@@ -22,7 +22,7 @@ class Sample:
             given, over all layers and KV heads.
         digest_bytes_read: bytes of page digests (and, for an oracle, of K) that were read to choose those entries.
         inserted: what a session's producers added, each behind how many of ``token_ids``, which hold none of it.
-        kv_bytes_resident: bytes of the device's pool that its tables listed when it ended, whoever else lists them.
+        kv_bytes_resident: bytes of the units of the device's pool that it held when it ended, whoever else holds them.
     """
 
     token_ids: list[int]

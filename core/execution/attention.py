@@ -19,7 +19,8 @@ from octavo.core.compression.observation import Observation
 from octavo.core.execution.compiled import attend_in_step
 from octavo.core.execution.page_view import StepPages
 from octavo.core.execution.rotary import Rotary
-from octavo.core.interfaces import AttentionProbe, AttentionStep, LayerTraits, SparseMethod
+from octavo.core.inspection.probing import AttentionProbe
+from octavo.core.interfaces import AttentionStep, LayerTraits, SparseMethod
 from octavo.core.memory.layer_groups import LayerPlan
 from octavo.kernels import ops, zero_copy
 from octavo.kernels.zero_copy import VirtualRows

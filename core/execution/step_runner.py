@@ -28,7 +28,8 @@ from octavo.core.execution.lent_rows import lent_rows
 from octavo.core.execution.page_view import StepPages
 from octavo.core.execution.rotary import Rotary, find_rotary
 from octavo.core.hf_model import HFModel
-from octavo.core.interfaces import AttentionProbe, SparseMethod
+from octavo.core.inspection.probing import AttentionProbe
+from octavo.core.interfaces import SparseMethod
 from octavo.core.memory.digests import DigestStore
 from octavo.core.memory.host_tier import HostTier
 from octavo.core.memory.layer_groups import LayerPlan

@@ -70,10 +70,6 @@ class BlockTable:
         return self.pages(self.first_page)
 
     @property
-    def held_units(self) -> int:
-        return int(self._pool.size[self.held].sum())
-
-    @property
     def near(self) -> int | None:
         """The last unit of the last page, if its units lie side by side: more pages had better come right after it."""
         if self.first_page == self.n_pages:

@@ -37,7 +37,8 @@ NOTES = (
     "base: question dense, dense layers as composed, budgets equal in tokens. Every other row changes one thing; vs "
     "base is its mean paired difference to the method's own base, over the same puzzles (95 %, bootstrap).",
     "question sparse: question and answer are fed token by token under the method. Both are given, so that there is a "
-    "likelihood (of a right answer, nats a token) and no accuracy.",
+    "likelihood (of a right answer, nats a token) and no accuracy. Question unseen: methods that drop tokens do so "
+    "before the question is computed; to others it is the base.",
     "budget bytes: each method may read as many bytes as one that reads nothing to choose and has the same dense "
     "layers does with budget_tokens; what it reads to choose comes out of its budget.",
     "turn n: accuracy of the n-th answer in one session, against the first; a session's texts are of their own. Bytes "
@@ -78,7 +79,7 @@ def run(config: Protocols, run: Run) -> None:
         gold, samples = answer_ids(tokenizer, puzzle.gold), []
         for question, ask in ruler.QUESTIONS.items():
             own = {name: method for name, method in missing.items() if found[name].question == question}
-            samples += ask(engine, asked, puzzle, prompt, gold, own) if own else []
+            samples += ask(engine, config.as_ruler(question), puzzle, prompt, gold, own) if own else []
         return [{**sample, **_about(found[sample["method"]])} for sample in samples]
 
     def rows(samples: Sequence[Sample], intervals: bool) -> list[Row]:

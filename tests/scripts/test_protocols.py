@@ -12,7 +12,8 @@ from .conftest import Command, samples
 
 ARGUMENTS = (
     "experiment=protocols", "tasks=[needle_single]", "length=600", "depths=[0.0,1.0]", "repeats=1", "max_new_tokens=6",
-    "conversations=2", "turns=2", "sparse.methods=[dense,streaming,quest]", "sparse.budget_tokens=160",
+    "conversations=2", "turns=2", "questions=[dense,sparse]", "sparse.methods=[dense,streaming,quest]",
+    "sparse.budget_tokens=160",
     "dense_layers=[[],[0]]",
     "sparse.overrides={streaming: {dense_layers: [0]}, quest: {dense_layers: [0]}}",
 )  # fmt: skip
@@ -65,7 +66,7 @@ def test_differences_are_paired_by_item() -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("questions=[unseen]", "no placement drops any yet"),
+        ("questions=[unsen]", "question=unsen: unknown; did you mean 'unseen'?"),
         ("matches=[bits]", "matches=bits: unknown; did you mean 'bytes'?"),
         ("dense_layers=[[7]]", "dense_layers [7] are not among the 2 layers"),
         ("sparse.match=pages", "sparse.budget_pages has no value"),
@@ -76,3 +77,15 @@ def test_differences_are_paired_by_item() -> None:
 def test_refusals(override: str, message: str, octavo: Command, tiny_model: Path) -> None:
     outcome = octavo(*ARGUMENTS, f"model.path={tiny_model}", override)
     assert outcome.code == 1 and message in outcome.err
+
+
+def test_an_unseen_question_moves_what_drops_tokens(octavo: Command, tiny_model: Path) -> None:
+    outcome = octavo(
+        *ARGUMENTS[:-4], "sparse.methods=[quest,snapkv]", "turns=1", "questions=[dense,unseen]", "matches=[tokens]",
+        "dense_layers=[]", "sparse.budget_tokens=160", "sparse.overrides.quest.dense_layers=[]",
+        f"model.path={tiny_model}",
+    )  # fmt: skip
+    assert outcome.code == 0, outcome.err
+    rows = {(row["method"], row["switch"]): row for row in outcome.metrics["rows"]}
+    assert rows["quest", "question"]["log_likelihood_vs_base"] == pytest.approx(0, abs=1e-4)
+    assert rows["snapkv", "question"]["log_likelihood_vs_base"] != pytest.approx(0, abs=1e-4)

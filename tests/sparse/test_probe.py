@@ -6,6 +6,7 @@ import torch
 from octavo.core import SamplingParams
 from octavo.core.inspection import probing
 from octavo.core.interfaces import LayerTraits, Selection
+from octavo.scripts.build import method
 from octavo.sparse.probe import METRICS, Probe
 
 from .method_cases import NAMES, PROMPT, View, make
@@ -192,3 +193,10 @@ def test_what_a_request_holds_at_its_end(name, model, engine_for, drain):
     sample = drain(engine).completions["a"].samples[0]
     pages = -(-(45 + 12 - 1) // 4)  # the last token's KV is never stored
     assert sample.kv_bytes_resident == pages * 4 * engine.spec.kv_bytes_per_token(4)
+
+
+def test_what_drops_tokens_holds_less(model, engine_for, drain):
+    engine, chosen = engine_for(model), method("snapkv", budget_tokens=20, keep={"sink_tokens": 4, "recent_tokens": 4})
+    engine.submit(PROMPT, PARAMS, method=chosen, request_id="a")
+    sample = drain(engine).completions["a"].samples[0]
+    assert sample.kv_bytes_resident < 0.8 * 14 * 4 * engine.spec.kv_bytes_per_token(4)
