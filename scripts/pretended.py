@@ -22,14 +22,15 @@ def fill(engine: Engine, seed: int) -> None:
 @contextmanager
 def prefill(engine: Engine) -> Iterator[None]:
     """Within the block, forward passes compute nothing: prompts get their pages, whatever these hold, and some first
-    token. No step may be replayed within it, so it ends with the last prompt."""
-    model, vocabulary = engine._model, engine.spec.vocab_size
+    token. No step is replayed."""
+    model, runner, vocabulary = engine._model, engine._runner, engine.spec.vocab_size
 
     def nothing(ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor, *_: Any) -> torch.Tensor:
         return torch.zeros((len(wanted), vocabulary), device=ids.device)
 
     model.forward = nothing  # type: ignore[method-assign, assignment]
+    runner.replays = lambda plan: False  # type: ignore[method-assign]
     try:
         yield
     finally:
-        del model.forward  # the method of the class again
+        del model.forward, runner.replays  # the methods of their classes again

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from string import ascii_uppercase
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from octavo.scripts import report, settings, summary
 from octavo.scripts.progress import counting
@@ -42,12 +42,12 @@ NOTES = (
 
 @dataclass(frozen=True)
 class Compared:
-    """One of the runs: its letter, folder, settings, and samples by (task, method, item), those with errors left
-    out."""
+    """One of the runs: its letter, folder, settings by dotted key, and samples by (task, method, item), those with
+    errors left out."""
 
     label: str
     folder: Path
-    config: settings.Config
+    config: Mapping[str, Any]
     experiment: str
     complete: bool
     samples: Mapping[tuple[str, str, str], Sample]
@@ -114,12 +114,13 @@ def load(label: str, folder: Path) -> Compared:
         experiment, complete = metrics["experiment"], metrics["complete"]
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"runs={folder}: no run of octavo can be read there: {error}") from error
-    config = settings.load(folder / "config.yaml")
+    # As it is: a model's folder need not be there any more.
+    config = settings.flat(_yaml(folder / "config.yaml"))
     samples: dict[tuple[str, str, str], Sample] = {}
     for line in lines:
         for sample in [{**line, **turn} for turn in line.get("turns", ())] or [line]:
             if "error" not in sample and {"item", "method"} <= sample.keys() and qualities(sample):
-                task = str(sample.get("task", getattr(getattr(config, "task", None), "name", experiment)))
+                task = str(sample.get("task", config.get("task.name", experiment)))
                 samples[task, sample["method"], str(sample["item"])] = sample
     if not samples:
         raise ConfigError(
@@ -127,6 +128,17 @@ def load(label: str, folder: Path) -> Compared:
             f"compared; what has them are runs of code_completion, ruler, perplexity, multi_turn and their like"
         )
     return Compared(label, folder, config, experiment, complete, samples)
+
+
+def _yaml(file: Path) -> dict[str, Any]:
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    try:
+        return cast("dict[str, Any]", OmegaConf.to_container(OmegaConf.load(file)))
+    except (OSError, OmegaConfBaseException, YAMLError) as error:
+        raise ConfigError(f"runs={file.parent}: its config.yaml cannot be read: {error}") from error
 
 
 def qualities(sample: Sample) -> dict[str, float]:
@@ -223,7 +235,7 @@ def _bare(own: Mapping[str, Sample], task: str, seed: int) -> Row:
 
 def differences(runs: Sequence[Compared]) -> list[Row]:
     """A row a setting in which the runs differ."""
-    each = [settings.flat(settings.plain(one.config)) for one in runs]
+    each = [one.config for one in runs]
     keys = [key for key in dict.fromkeys(key for one in each for key in one) if key.split(".")[0] not in FREE_KEYS]
     return [
         {"setting": key, **{one.label: str(flat.get(key)) for one, flat in zip(runs, each, strict=True)}}

@@ -69,7 +69,22 @@ def test_a_pretended_prompt_computes_nothing_and_holds_its_pages(make_llama: Any
     real.submit(prompt, params, method=chosen, request_id="a")
     truth = drain(real).completions["a"].samples[0]
     assert (pretence.kv_bytes_read, pretence.digest_bytes_read) == (truth.kv_bytes_read, truth.digest_bytes_read)
-    assert "forward" not in vars(engine._model)
+    assert "forward" not in vars(engine._model) and "replays" not in vars(engine._runner)
+
+
+@pytest.mark.parametrize("context", [33, 32])
+def test_a_pretended_prompt_is_never_replayed(context: int, make_llama: Any, engine_for: Any, drain: Any) -> None:
+    """Not even the last token of one that comes in chunks of 32."""
+    engine = engine_for(make_llama(), execution="graph", step_tokens=32)
+    pretended.fill(engine, 0)
+    engine.submit(list(range(3, 3 + context)), SamplingParams(max_tokens=3, ignore_eos=True), request_id="a")
+    with pretended.prefill(engine):
+        found = []
+        while not found:
+            found = [token for output in engine.step() for token in output.new_token_ids]
+    assert found == [0]  # the first of equal logits
+    assert engine._flight is None
+    assert len(drain(engine).completions["a"].samples[0].token_ids) == 3
 
 
 def test_where_it_begins_is_where_every_longer_context_gains(make_llama: Any, engine_for: Any) -> None:

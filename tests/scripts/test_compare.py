@@ -26,7 +26,7 @@ def write_run(folder: Path, scores: dict[str, list[float]], experiment: str = "r
     ]  # fmt: skip
     (folder / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "metrics.json").write_text(json.dumps({"experiment": experiment, "complete": True, "rows": []}))
-    (folder / "config.yaml").write_text(f"experiment: {experiment}\nmodel: {{path: owner/name}}\nseed: 3\n")
+    (folder / "config.yaml").write_text(f"experiment: {experiment}\nmodel: {{path: /no/longer/there}}\nseed: 3\n")
     return folder
 
 
