@@ -6,7 +6,7 @@ p page_tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -254,6 +254,10 @@ class PageView(Protocol):
     @property
     def lengths(self) -> Tensor:
         """int32 [b], tokens of each sequence, the one being decoded included."""
+        ...
+
+    def once(self, key: Hashable, make: Callable[[], Tensor]) -> Tensor:
+        """``make()``, which the first layer that asks under ``key`` works out for the later ones of the same step."""
         ...
 
     def digest(self, part: str) -> Tensor:

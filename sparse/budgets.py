@@ -28,5 +28,5 @@ class Uniform:
         return self.pages(layer, layers, page_tokens)
 
     def allocate(self, scores: Tensor, keep: Tensor, pages: PageView) -> Tensor:
-        budget = self.pages(pages.layer, pages.layers, pages.page_tokens)
-        return torch.full(scores.shape[:2], budget, dtype=torch.int64, device=scores.device)
+        budget, rows = self.pages(pages.layer, pages.layers, pages.page_tokens), scores.shape[:2]
+        return pages.once(("budget", budget, rows), lambda: torch.full(rows, budget, device=scores.device))

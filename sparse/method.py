@@ -126,9 +126,10 @@ class Method:
         if chooser == pages.layer:
             pages.budget = budget
             scores = self.scorer.score(q, pages)
-            keep = self.keep.mask(pages)
+            keep = pages.once("keep", lambda: self.keep.mask(pages))
             n_pages = pages.n_pages[:, None]
-            granted = self.budget.allocate(scores, keep, pages).where(n_pages > budget, n_pages)
+            longer = pages.once(("longer than", budget), lambda: n_pages > budget)
+            granted = self.budget.allocate(scores, keep, pages).where(longer, n_pages)
             most = self.budget.most(chooser, pages.layers, pages.page_tokens, scores.shape[1])
             pages.reusable = self.selector.select(scores, granted, keep, pages, most)
         return None if is_dense else pages.reusable

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -74,8 +75,8 @@ class DecodeGroup:
     """Rows ``start`` to ``stop`` of the step: one query each, of sequences that share a method (None: dense).
 
     ``tables`` int32 [slices, b, M], ``slots`` int32 [1, b, 1], ``q_pos`` int32 [b]; ``unit_pos`` int32 [1, b, 1, M] if
-    stored order is not logical order. What was read is counted as it happens: ``units_chosen`` int64 [b] where a method
-    chose, and how many layers read the whole table, by their window.
+    stored order is not logical order. What was read is noted as it happens: ``chosen``, slots int32 [1, b, H] of the
+    layers with tables of their own, and how many layers read the whole table, by their window.
 
     ``runs`` int32 [4, b + 1] are the groups of ``ops.decode_shared``, if there are any: layers without a window read
     a run that several tables share once, and each KV head of such a layer ``slots_spared`` slots less.
@@ -93,7 +94,7 @@ class DecodeGroup:
     unit_pos: Tensor | None = None
     method: SparseMethod | None = None
     pages: StepPages | None = None
-    units_chosen: Tensor | None = None
+    chosen: list[Tensor] = field(default_factory=list)
     dense_windows: Counter[int] = field(default_factory=Counter)
     runs: Tensor | None = None
     slots_spared: int = 0
@@ -102,18 +103,15 @@ class DecodeGroup:
     kept: KeptTables | None = None
     lent: VirtualRows | None = None
 
-    def count(self, slots: Tensor, kv: Tensor) -> None:
-        """A layer has read ``slots`` int32 [1, b, H] of tables of its own."""
-        chosen = _units(slots, self.q_pos, 0, kv)
-        self.units_chosen = chosen if self.units_chosen is None else self.units_chosen + chosen
-
     def units_read(self, kv: Tensor) -> Tensor:
         """Table entries that the kernels were given, over all layers and KV heads so far, int64 [b].
 
         A row's entries count whether it reads them by itself or with others: what a sequence costs does not depend on
         who decodes beside it.
         """
-        units = torch.zeros_like(self.q_pos, dtype=torch.int64) if self.units_chosen is None else self.units_chosen
+        units = torch.zeros_like(self.q_pos, dtype=torch.int64)
+        for _, alike in groupby(sorted(self.chosen, key=_heads), _heads):  # all layers at once: few operations
+            units = units + _units(torch.cat([*alike]), self.q_pos, 0, kv)
         for window, layers in self.dense_windows.items():
             units = units + layers * _units(self.slots, self.q_pos, window, kv)
         return units
@@ -181,12 +179,12 @@ class PagedStep:
         if group.kept is not None and not traits.window:
             kv, unit_layer = group.kept.kv, 0
             table, slots, _ = group.kept.of_layer(layer)
-            group.count(slots, kv)
+            group.chosen.append(slots)
         elif selection is None or group.pages is None:
             group.dense_windows[traits.window] += 1
         else:
             table, slots = group.method.resolve(selection, group.pages)  # type: ignore[union-attr]
-            group.count(slots, kv)
+            group.chosen.append(slots)
         if group.lent is not None:
             return self._lent(group.lent, layer, q, traits)
         if group.runs is not None and not traits.window:
@@ -229,10 +227,14 @@ class PagedStep:
 
 
 def _units(slots: Tensor, q_pos: Tensor, window: int, kv: Tensor) -> Tensor:
-    """Table entries a row's kernel call looks at, summed over KV heads: int64 [b]. Entries behind a window are
-    skipped."""
+    """Table entries that the kernel calls of n layers look at in a row, ``slots`` [n, b, H], summed over layers and KV
+    heads: int64 [b]. Entries behind a window are skipped."""
     heads, unit_tokens = kv.shape[3], kv.shape[4]
-    units = (slots[0].long() + unit_tokens - 1) // unit_tokens  # [b, H]
+    units = (slots.long() + unit_tokens - 1) // unit_tokens
     if window:
         units = units - ((q_pos[:, None] - window + 1).clamp(min=0) // unit_tokens)
-    return units.sum(1) * (heads // units.shape[1])
+    return units.sum((0, 2)) * (heads // units.shape[2])
+
+
+def _heads(slots: Tensor) -> int:
+    return slots.shape[2]

@@ -189,7 +189,6 @@ class DecodeProgram:
             seeds=self.state.fields["method_seeds"][: variant.rows],
             first_units=entry_units(group.tables[0, :, ::page_units]),
             parts={} if variant.digests is None else variant.digests.parts,
-            elements_read=torch.zeros_like(lengths, dtype=torch.int64),
         )
 
     def _capture(self, variants: Sequential[Variant]) -> None:

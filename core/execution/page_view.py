@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -19,8 +19,8 @@ class StepPages:
     """The pages of b sequences of one method, the same for all layers of a step; ``layer`` and ``traits`` move on.
 
     ``tables`` int32 [slices, b, M], ``slots`` int32 [1, b, 1] and ``q_pos`` int32 [b] are what a dense decode would be
-    given; ``first_units`` int64 [b, P] index the digests. ``elements_read`` int64 [b] counts what was read to choose,
-    over layers and KV heads.
+    given; ``first_units`` int64 [b, P] index the digests. What is read to choose is counted as elements of every sealed
+    page and of every token, over layers and KV heads, so that counting costs no operation, or of certain pages.
     """
 
     kv: Tensor
@@ -35,11 +35,14 @@ class StepPages:
     seeds: Tensor
     first_units: Tensor
     parts: Mapping[str, Tensor]
-    elements_read: Tensor
     layer: int = 0
     budget: int = 0
     traits: LayerTraits = field(default_factory=lambda: LayerTraits(1.0))
     reusable: Selection | None = None
+    _page_elements: int = 0
+    _token_elements: int = 0
+    _chosen_elements: Tensor | None = None
+    _known: dict[Hashable, Tensor] = field(default_factory=dict)
     _listed: tuple[Selection, int, Tensor, Tensor] | None = None
     """The last selection of ``top``, the slice it was made for, and the table and slots that came with it."""
 
@@ -68,9 +71,20 @@ class StepPages:
     def lengths(self) -> Tensor:
         return self.slots[0, :, 0]
 
+    @property
+    def elements_read(self) -> Tensor:
+        """int64 [b], so far."""
+        whole = (self.n_pages.long() - 1) * self._page_elements + self.lengths.long() * self._token_elements
+        return whole if self._chosen_elements is None else whole + self._chosen_elements
+
+    def once(self, key: Hashable, make: Callable[[], Tensor]) -> Tensor:
+        if key not in self._known:
+            self._known[key] = make()
+        return self._known[key]
+
     def digest(self, part: str) -> Tensor:
         store = self.parts[part]
-        self.elements_read += (self.n_pages - 1) * store[0, 0].numel()
+        self._page_elements += store[0, 0].numel()
         return store[self.first_units, self.plan.places[self.layer].group_layer]
 
     def digest_at(self, part: str, at: Tensor) -> Tensor:
@@ -88,11 +102,12 @@ class StepPages:
 
     def _count_full(self, at: Tensor, elements: int) -> None:
         """Count ``elements`` for each full page that ``at`` lists."""
-        self.elements_read += (at < (self.n_pages - 1)[:, None, None]).sum((1, 2)) * elements
+        read = (at < (self.n_pages - 1)[:, None, None]).sum((1, 2)) * elements
+        self._chosen_elements = read if self._chosen_elements is None else self._chosen_elements + read
 
     def keys(self, channels: Tensor) -> Tensor:
         place = self.plan.places[self.layer]
-        self.elements_read += self.lengths * (self.kv_heads * channels.shape[2])
+        self._token_elements += self.kv_heads * channels.shape[2]
         units = entry_units(self.tables[place.slice][:, : self.max_pages * self.page_units])  # [b, M]
         heads, slots = (torch.arange(n, device=self.kv.device) for n in self.kv.shape[3:5])
         # Each index has the axes [b, Hkv, M, unit_tokens, r], so that nothing but the wanted elements is touched.
@@ -100,7 +115,7 @@ class StepPages:
         return self.kv[(*at, channels[:, :, None, None])].flatten(2, 3)
 
     def contents(self) -> tuple[Tensor, Tensor]:
-        self.elements_read += self.lengths * (2 * self.kv_heads * self.kv.shape[5])
+        self._token_elements += 2 * self.kv_heads * self.kv.shape[5]
         unit_layer = self.plan.places[self.layer].unit_layer
         tokens = self.max_pages * self.page_tokens
         keys, values = ops.gather(self.kv, unit_layer, self.table, self.slots, tokens, self.backend)
@@ -108,7 +123,7 @@ class StepPages:
 
     def bounds(self, q: Tensor, per_query_head: bool = False) -> Tensor:
         low, high = self.parts["min"], self.parts["max"]
-        self.elements_read += (self.n_pages - 1) * (2 * low[0, 0].numel())
+        self._page_elements += 2 * low[0, 0].numel()
         group_layer = self.plan.places[self.layer].group_layer
         bounds: Tensor = ops.page_score(
             q, low, high, group_layer, self.first_units, self.n_pages, per_query_head, self.backend
@@ -125,7 +140,7 @@ class StepPages:
         return selection
 
     def mass(self, q: Tensor) -> Tensor:
-        self.elements_read += self.lengths * (self.kv.shape[3] * self.kv.shape[5])
+        self._token_elements += self.kv.shape[3] * self.kv.shape[5]
         unit_layer = self.plan.places[self.layer].unit_layer
         _, _, mass = ops.decode(
             q, self.kv, unit_layer, self.table, self.slots, self.q_pos, None, self.traits.sinks,

@@ -407,7 +407,6 @@ class StepRunner:
                 seeds=self._to_device(np.array([method_seed(chunk) for chunk in chunks], np.int64)),
                 first_units=self._to_device(first_units),
                 parts=parts,
-                elements_read=torch.zeros(len(chunks), dtype=torch.int64, device=self.kv.device),
             )
         return group
 
