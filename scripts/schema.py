@@ -43,7 +43,7 @@ from octavo.scripts.schema_memory import (
     PageSize,
     Sharing,
 )
-from octavo.scripts.schema_multimodal import ImageBenchmarks, Interleaved, PageRatio
+from octavo.scripts.schema_multimodal import ImageBenchmarks, Interleaved, PageRatio, Sessions
 from octavo.scripts.schema_quality import Calibrate, MultiTurn, Perplexity, Ruler
 from octavo.scripts.schema_serving import Latency, Throughput
 
@@ -76,6 +76,7 @@ __all__ = [
     "Protocols",
     "Ruler",
     "SamplingSettings",
+    "Sessions",
     "Sharing",
     "SparseSettings",
     "TaskSettings",
@@ -160,6 +161,7 @@ EXPERIMENTS: dict[str, type[Config]] = {
     "perplexity": Perplexity,
     "protocols": Protocols,
     "ruler": Ruler,
+    "sessions": Sessions,
     "sharing": Sharing,
     "throughput": Throughput,
 }

@@ -124,6 +124,27 @@ class PageRatio(WithPageMap):
                 raise ConfigError(f"engine.{key}={given}: this experiment sets it itself, as in policies=[1,1.5]")
 
 
+@dataclass
+class Sessions(WithPageMap):
+    """conversations: how many, each with images and questions of its own. turns: of a session, an image and a question
+    each. forks: that branch off the last turn, each with one more question. new_tokens: of an answer at most. model: it
+    must be a folder of ``train_demo``."""
+
+    model: VisionModelSettings = field(default_factory=VisionModelSettings)
+    conversations: int = 4
+    turns: int = 6
+    forks: int = 8
+    new_tokens: int = 8
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for key in ("conversations", "turns", "forks"):
+            at_least(key, getattr(self, key), 1)
+        at_least("new_tokens", self.new_tokens, 2)
+        if not self.engine.prefix_cache:
+            raise ConfigError("engine.prefix_cache=false: this experiment compares sessions with what the cache finds")
+
+
 def _ratio(policy: str, engine: EngineSettings) -> None:
     """Raises ConfigError unless a policy is a ratio that gives a page of whole tokens."""
     try:
