@@ -57,6 +57,8 @@ class EngineConfig:
         join_linears: where steps are replayed on CUDA, or compiled, layers that multiply the same input (Q, K and V;
             gate and up) do so as one product. Their weights move into one piece of memory, values as they are; a
             model that is to be saved afterwards as it was in memory is better served with False.
+        host_threads: threads that read the prompts of a large batch (tokenise, decode images) and write its texts while
+            steps are computed; 0 does all of it in the caller's thread. Outputs are the same, up to rounding.
         seed: where unseeded requests draw their randomness from.
 
     Raises:
@@ -84,6 +86,7 @@ class EngineConfig:
     backend: str = "auto"
     execution: str = "auto"
     join_linears: bool = True
+    host_threads: int = 2
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -95,7 +98,7 @@ class EngineConfig:
             value = getattr(self, name)
             if not _is_number(value) or not 0.0 < value <= 1.0:
                 raise ValueError(f"{name} must be in (0, 1], got {value!r}")
-        for name in ("host_tokens", "shared_decode_bytes"):
+        for name in ("host_tokens", "shared_decode_bytes", "host_threads"):
             value = getattr(self, name)
             if not _is_int(value) or value < 0:
                 raise ValueError(f"{name} must be an integer of at least 0, got {value!r}")

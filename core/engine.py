@@ -19,10 +19,9 @@ from octavo.core.config import EngineConfig, SamplingParams
 from octavo.core.detokenizer import Detokenizer
 from octavo.core.encoding.encoded_items import EncodedItems
 from octavo.core.encoding.items import image_encoder, with_image_pages
-from octavo.core.encoding.reusing import compare_images, extended, validate_reuse
+from octavo.core.encoding.reusing import compare_images, validate_reuse
 from octavo.core.execution.sampler import record_known, sample
 from octavo.core.execution.step_runner import Flight, Row, StepRunner
-from octavo.core.generation import generate
 from octavo.core.hf_model import HFModel, load
 from octavo.core.inspection import capacity_report
 from octavo.core.inspection.counters import engine_stats
@@ -38,15 +37,16 @@ from octavo.core.memory.virtual_memory import DriverError
 from octavo.core.outputs import Completion, EngineStats, StepOutput
 from octavo.core.policies import ALLOCATORS
 from octavo.core.prompts import Prompt, PromptReader
-from octavo.core.requests import new_request, validate_method
+from octavo.core.requests import accept, validate_method
 from octavo.core.scheduler import Scheduler, StepPlan
 from octavo.core.scoring import score_many
 from octavo.core.sequence import NEVER, Request
 from octavo.core.sequence import Sequence as TokenSequence
 from octavo.core.session import Session
 from octavo.core.shared_list import SharedList
-from octavo.core.turn import MARKER
+from octavo.core.workers.generation import finish, generate
 from octavo.core.workers.producing import Producer, Productions
+from octavo.core.workers.turn import MARKER
 
 if TYPE_CHECKING:
     from octavo.core.inspection.page_watch import PageWatch
@@ -221,14 +221,8 @@ class Engine:
             CapacityError: the prompt and what must follow it can never fit.
             ValueError: an unusable prompt, or an id that is in use.
         """
-        tokens, segments = self._prompts.read_segments(prompt)
-        layout = extended(self, self._text, 0, segments, reuse)
-        request = new_request(self, tokens, params, request_id, method, priority, salt, None, layout, unseen_tokens)
-        sequence = TokenSequence(request, 0, SharedList(request.prompt), self._pool, self._plan)
-        with interrupts.held():
-            self._enter(request, sequence)
-            self._scheduler.add(sequence)
-        return request.request_id
+        read = self._prompts.read_segments(prompt)
+        return accept(self, read, params, request_id, method, priority, salt, unseen_tokens, reuse)
 
     def step(self) -> list[StepOutput]:
         """One forward pass for whoever is next, and the news it brings.
@@ -379,24 +373,7 @@ class Engine:
 
         If a step fails, or the caller is interrupted, the requests are aborted.
         """
-        waiting = set(request_ids)
-        completions: dict[str, Completion] = {}
-        others: list[StepOutput] = []
-        try:
-            while waiting:
-                for output in self.step():
-                    if output.request_id not in waiting:
-                        others.append(output)
-                    elif output.completion is not None:
-                        completions[output.request_id] = output.completion
-                        waiting.remove(output.request_id)
-        finally:
-            with interrupts.held():
-                for request_id in waiting:
-                    self.abort(request_id)
-                others += [output for output in self._undelivered if output.request_id not in waiting]
-                self._undelivered = others
-        return completions
+        return finish(self, request_ids)
 
     @interrupts.held()
     def abort(self, request_id: str) -> None:
@@ -473,7 +450,7 @@ class Engine:
     def _enter(self, request: Request, sequence: TokenSequence) -> None:
         request.sequences.append(sequence)
         self._requests[request.request_id] = request
-        if self.tokenizer is not None and not sequence.forced:
+        if self.tokenizer is not None and request.streamed and not sequence.forced:
             params, markers = request.params, tuple(marker for marker in request.markers if isinstance(marker, str))
             sequence.detokenizer = Detokenizer(self.tokenizer, tuple(params.stop), params.include_stop, markers)
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from numbers import Number
+from threading import Lock
 from typing import Any, NamedTuple
 
 from octavo.core.encoding.items import IMAGE, ItemReader
@@ -34,12 +35,14 @@ class ReadPrompt(NamedTuple):
 
 
 class PromptReader:
-    """Reads prompts for one tokenizer, vocabulary, and encoder, if there is one; a step computes ``step_tokens``."""
+    """Reads prompts for one tokenizer, vocabulary, and encoder, if there is one; a step computes ``step_tokens``. For
+    several threads at once."""
 
     def __init__(
         self, tokenizer: Any, vocab_size: int, encoder: SegmentEncoder | None = None, step_tokens: int = 0
     ) -> None:
         self._tokenizer = tokenizer
+        self._tokenizing = Lock()  # few tokenizers are made for several threads
         self._vocab_size = vocab_size
         self._items = None if encoder is None else ItemReader(IMAGE, encoder, vocab_size, step_tokens)
 
@@ -95,6 +98,14 @@ class PromptReader:
                 segments += [segment] if ids else []
         return ReadPrompt(tokens, segments)
 
+    def write(self, tokens: Sequence[int]) -> str:
+        """The text of all tokens of a sample: what a ``Detokenizer`` gives of them, one by one, in sum."""
+        with self._tokenizing:
+            text: str = self._tokenizer.decode(
+                list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+        return text
+
     def _token_segment(self, part: TokenSegment) -> tuple[Segment, list[int]]:
         if not isinstance(part.kind, str):
             raise ValueError(f"a segment's kind must be a string, got {type(part.kind).__name__}: {part.kind!r:.80}")
@@ -123,7 +134,8 @@ class PromptReader:
         if self._tokenizer is None:
             raise ValueError(f"the text {text!r:.80} needs a tokenizer, and the engine has none; give token ids")
         try:
-            ids: list[int] = self._tokenizer(text, add_special_tokens=not continues)["input_ids"]
+            with self._tokenizing:
+                ids: list[int] = self._tokenizer(text, add_special_tokens=not continues)["input_ids"]
         except Exception as error:  # whatever a tokenizer raises, it is this prompt that it cannot read
             raise ValueError(f"the tokenizer cannot read {text!r:.80}: {error}") from error
         return [self._token(token) for token in ids]

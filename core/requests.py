@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from octavo.core import sizing
+from octavo.core import interrupts, sizing
 from octavo.core.config import SamplingParams
-from octavo.core.encoding.reusing import validate_reused
-from octavo.core.interfaces import SparseMethod
+from octavo.core.encoding.reusing import extended, validate_reused
+from octavo.core.interfaces import SegmentReuse, SparseMethod
 from octavo.core.memory.page_layout import PageLayout
 from octavo.core.memory.prefix_cache import root_key
-from octavo.core.sequence import Request
+from octavo.core.sequence import Request, Sequence
+from octavo.core.shared_list import SharedList
 
 if TYPE_CHECKING:
     from octavo.core.engine import Engine
+    from octavo.core.prompts import ReadPrompt
 
 
 def validate_method(method: SparseMethod, engine: Engine) -> None:
@@ -102,3 +104,27 @@ def new_request(
         compressor=getattr(method, "compressor", None),
         unseen_tokens=unseen_tokens,
     )
+
+
+def accept(
+    engine: Engine,
+    read: ReadPrompt,
+    params: SamplingParams | None,
+    request_id: str | None = None,
+    method: SparseMethod | None = None,
+    priority: int = 0,
+    salt: str | None = None,
+    unseen_tokens: int = 0,
+    reuse: SegmentReuse | None = None,
+    *,
+    streamed: bool = True,
+) -> str:
+    """``Engine.submit`` of a prompt that is read. One that is not ``streamed`` gets no text."""
+    tokens, layout = read.tokens, extended(engine, engine._text, 0, read.segments, reuse)
+    request = new_request(engine, tokens, params, request_id, method, priority, salt, None, layout, unseen_tokens)
+    request.streamed = streamed
+    sequence = Sequence(request, 0, SharedList(request.prompt), engine._pool, engine._plan)
+    with interrupts.held():
+        engine._enter(request, sequence)
+        engine._scheduler.add(sequence)
+    return request.request_id

@@ -51,7 +51,8 @@ class Request:
 
     ``layout`` says how its tokens fall into pages.
     ``keep``, if given, takes the ended sequence over with its pages (a session's turn), and may change the news of it.
-    ``error`` ended it, if any. ``markers``, token ids and texts, end it where a session's producer is to be asked.
+    ``error`` ended it, if any. ``streamed``: its text is made as its tokens come. ``markers``, token ids and texts, end
+    it where a session's producer is to be asked.
     A ``compressor`` has not seen the last ``unseen_tokens`` tokens of the prompt when it decides.
     """
 
@@ -72,6 +73,7 @@ class Request:
     keep: Callable[[Sequence, StepOutput], None] | None = None
     error: ValueError | None = None
     markers: frozenset[int | str] = frozenset()
+    streamed: bool = True
 
     @cached_property
     def draws_on_device(self) -> bool:

@@ -21,8 +21,8 @@ from octavo.core.requests import new_request, require_room
 from octavo.core.sequence import Request, SparseSpan
 from octavo.core.sequence import Sequence as TokenSequence
 from octavo.core.shared_list import SharedList
-from octavo.core.turn import MARKER, Turn
 from octavo.core.workers.producing import Produced, Producer, TurnState, checked, refusal
+from octavo.core.workers.turn import MARKER, Turn
 
 if TYPE_CHECKING:
     from octavo.core.engine import Engine

@@ -78,6 +78,7 @@ class EngineSettings:
     backend: str = "auto"
     execution: str = "auto"
     join_linears: bool = True
+    host_threads: int = 2
     seed: int = 0
 
 
