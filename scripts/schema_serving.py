@@ -31,11 +31,13 @@ class WithRivals(WithPageMap):
 
 @dataclass
 class Throughput(WithRivals):
-    """workloads: of ``octavo.scripts.workloads``. repeats: rounds in which all take turns."""
+    """workloads: of ``octavo.scripts.workloads``. repeats: rounds in which all take turns. text: serve each workload as
+    texts too, from tokenising to detokenising, with threads beside the steps and without."""
 
     workloads: list[str] = field(default_factory=lambda: ["uniform", "ragged"])
     rivals: list[str] = field(default_factory=lambda: ["transformers"])
     repeats: int = 3
+    text: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -66,6 +66,14 @@ def run(config: Throughput, run: Run) -> None:
             if (row["task"], row["name"]) == (loads[0].name, "octavo"):
                 row.update(profile.columns)
 
+    if config.text:
+        from octavo.scripts.text_stages import NOTE, text_columns
+
+        notes.append(NOTE)
+        for workload in loads:
+            columns = text_columns(config, model, tokenizer, workload)
+            next(row for row in found if (row["task"], row["name"]) == (workload.name, "octavo")).update(columns)
+
     maps = [_map(config, model, loads[-1])] if config.page_map else []
 
     notes += busy_rounds(run.samples, "item", "round")

@@ -210,6 +210,25 @@ class TestCommand:
         assert {"engine: step", "engine: plan"} <= names and any("octavo" in name for name in names)
         assert "device_busy_percent" not in found[0]
 
+    def test_the_stages_of_texts(self, octavo: Command, tiny_model: Path) -> None:
+        arguments = (
+            "experiment=throughput",
+            "workloads=[uniform]",
+            "rivals=[]",
+            "repeats=1",
+            "page_map=false",
+            "limit=20",
+        )
+        row, floor = octavo(*arguments, f"model.path={tiny_model}").metrics["rows"]
+        stages = [row[f"{stage}_percent"] for stage in ("tokenise", "plan", "compute", "wait", "detokenise")]
+        assert all(0 <= stage <= 110 for stage in stages) and stages[2] > 0 and stages[3] == 0
+        assert (
+            row["text_tokens_per_s"] > 0 and row["text_tokens_per_s_one_thread"] > 0 and row["text_threads_ratio"] > 0
+        )
+        assert not any("text" in key for key in floor)
+        without = octavo(*arguments, f"model.path={tiny_model}", "text=false").metrics["rows"]
+        assert not any("text" in key or "tokenise" in key for row in without for key in row)
+
     def test_an_interrupted_run_goes_on(self, octavo: Command, tiny_model: Path) -> None:
         arguments = (*self.ARGUMENTS, f"model.path={tiny_model}", "workloads=[uniform]")
         folder = octavo(*arguments).folder
