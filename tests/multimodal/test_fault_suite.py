@@ -57,14 +57,20 @@ def encoders():
     return {both_ways: patch_encoder(GRID, HIDDEN, bidirectional=both_ways) for both_ways in (False, True)}
 
 
-@pytest.fixture(params=["t_model", "g_model"])
-def model(request):
-    return request.getfixturevalue(request.param)
+@pytest.fixture(params=["t_model in thread", "t_model beside", "g_model in thread"])
+def setting(request):
+    """Layers with windows, and an encoder beside the engine, have nothing to do with one another."""
+    return request.param.split(" ", 1)
 
 
-@pytest.fixture(params=[False, True], ids=["in_thread", "beside"])
-def encoder(request, encoders, both_ways):
-    if not request.param:
+@pytest.fixture
+def model(request, setting):
+    return request.getfixturevalue(setting[0])
+
+
+@pytest.fixture
+def encoder(setting, encoders, both_ways):
+    if setting[1] != "beside":
         yield encoders[both_ways]
         return
     with EncodeWorker(encoders[both_ways]) as worker:
