@@ -104,6 +104,12 @@ prefill = _register(
     facts=lambda q, *rest: {"query_heads": q.shape[1], "window": rest[9]},
 )
 transfer = _register("transfer", "Tensor source, Tensor(a!) target, Tensor pairs, str backend) -> ()", _nothing, pool=0)
+transfer_counted = _register(
+    "transfer_counted",
+    "Tensor source, Tensor(a!) target, Tensor pairs, Tensor count, str backend) -> ()",
+    _nothing,
+    pool=0,
+)
 append_fused = _register(
     "append_fused",
     "Tensor k, Tensor v, Tensor(a!) pool, int layer, Tensor slots, Tensor? cos, Tensor? sin, Tensor(b!)? digests, "

@@ -6,7 +6,7 @@ from octavo.kernels.cpu.sampling import sample
 from octavo.kernels.cpu.select import page_score, page_topk
 from octavo.kernels.cpu.shared import decode_shared
 from octavo.kernels.reference.attention import gather
-from octavo.kernels.reference.pages import copy_units
+from octavo.kernels.reference.pages import copy_units, transfer_counted
 from octavo.kernels.reference.rotation import merge_states, rotate_keys, rotate_queries
 from octavo.kernels.reference.step import scatter_tokens, step_decode
 
@@ -27,4 +27,5 @@ __all__ = [
     "scatter_tokens",
     "step_decode",
     "transfer",
+    "transfer_counted",
 ]

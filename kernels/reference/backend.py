@@ -1,7 +1,7 @@
 """The reference backend: every op in plain torch, the truth that the others are tested against."""
 
 from octavo.kernels.reference.attention import decode, gather, prefill
-from octavo.kernels.reference.pages import append, append_fused, copy_units, transfer
+from octavo.kernels.reference.pages import append, append_fused, copy_units, transfer, transfer_counted
 from octavo.kernels.reference.rotation import merge_states, rotate_keys, rotate_queries
 from octavo.kernels.reference.sampling import sample
 from octavo.kernels.reference.select import page_score, page_topk
@@ -25,4 +25,5 @@ __all__ = [
     "scatter_tokens",
     "step_decode",
     "transfer",
+    "transfer_counted",
 ]

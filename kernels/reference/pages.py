@@ -102,3 +102,11 @@ def transfer(source: Tensor, target: Tensor, pairs: Tensor) -> None:
     assert source.shape[1:] == target.shape[1:] and source.dtype == target.dtype
     from_units, to_units = pairs.long().unbind(1)
     target[to_units.to(target.device)] = source[from_units.to(source.device)].to(target.device)
+
+
+def transfer_counted(source: Tensor, target: Tensor, pairs: Tensor, count: Tensor) -> None:
+    """``transfer`` of the first ``count`` int32 [1] of ``pairs``, a number that the device has made with the list; what
+    stands past it is arbitrary."""
+    listed = int(count)
+    if listed:
+        transfer(source, target, pairs[:listed])

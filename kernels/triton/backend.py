@@ -12,7 +12,7 @@ from octavo.kernels.triton.rotate import rotate_keys, rotate_queries
 from octavo.kernels.triton.sample import sample
 from octavo.kernels.triton.shared import decode_shared
 from octavo.kernels.triton.step import scatter_tokens, step_decode
-from octavo.kernels.triton.transfer import transfer
+from octavo.kernels.triton.transfer import transfer, transfer_counted
 
 __all__ = [
     "append",
@@ -31,4 +31,5 @@ __all__ = [
     "scatter_tokens",
     "step_decode",
     "transfer",
+    "transfer_counted",
 ]

@@ -1,7 +1,7 @@
 """Transfer units between the pool of a device and a pool in pinned host memory, over the bus, in one launch.
 
     source, target   [units, layers, 2, kv_heads, unit_tokens, head_dim]; a unit is one contiguous piece
-    pairs            int32 [n, 2], on the device: the list may have been made there
+    pairs            int32 [n, 2], on the device: the list may have been made there, and with it its length (``counted``)
 
 The device addresses pinned memory directly, so that one kernel replaces n calls of ``copy_``, each of which costs more
 than a small unit takes. A tile is a piece of some units, ``TILE_BYTES`` in all whatever the size of a unit::
@@ -16,6 +16,7 @@ programs suffice, and the other multiprocessors stay free for the model.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # (the parameters of a kernel are Triton's business)
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -24,7 +25,19 @@ from octavo.kernels.triton import settings
 
 
 @triton.jit(do_not_specialize=["count"])
-def _transfer_kernel(source, target, pairs, count, unit_stride, PAIRS: tl.constexpr, BLOCK: tl.constexpr):
+def _transfer_kernel(
+    source,
+    target,
+    pairs,
+    count,
+    counted,
+    unit_stride,
+    COUNTED: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    if COUNTED:
+        count = tl.load(counted)
     blocks = tl.cdiv(unit_stride, BLOCK)
     for tile in range(tl.program_id(0), tl.cdiv(count, PAIRS) * blocks, tl.num_programs(0)):
         pair = tile // blocks * PAIRS + tl.arange(0, PAIRS)
@@ -39,6 +52,16 @@ def _transfer_kernel(source, target, pairs, count, unit_stride, PAIRS: tl.conste
 
 def transfer(source: Tensor, target: Tensor, pairs: Tensor) -> None:
     """See ``reference.transfer``. Host memory must be pinned."""
+    _launch(source, target, pairs, None)
+
+
+def transfer_counted(source: Tensor, target: Tensor, pairs: Tensor, count: Tensor) -> None:
+    """See ``reference.transfer_counted``. The launch depends on neither the list nor its length."""
+    assert count.dtype == torch.int32
+    _launch(source, target, pairs, count)
+
+
+def _launch(source: Tensor, target: Tensor, pairs: Tensor, count: Tensor | None) -> None:
     assert source.shape[1:] == target.shape[1:] and source.dtype == target.dtype
     assert source.is_contiguous() and target.is_contiguous() and pairs.is_contiguous()
     unit = source.stride(0)
@@ -46,5 +69,14 @@ def transfer(source: Tensor, target: Tensor, pairs: Tensor) -> None:
     tile = tuned["TILE_BYTES"] // source.element_size()
     block = min(tile, triton.next_power_of_2(unit))
     _transfer_kernel[(tuned["PROGRAMS"],)](
-        source, target, pairs, len(pairs), unit, PAIRS=tile // block, BLOCK=block, num_warps=tuned["num_warps"]
+        source,
+        target,
+        pairs,
+        len(pairs),
+        pairs if count is None else count,
+        unit,
+        COUNTED=count is not None,
+        PAIRS=tile // block,
+        BLOCK=block,
+        num_warps=tuned["num_warps"],
     )

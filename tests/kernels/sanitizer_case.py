@@ -234,7 +234,8 @@ def transfer(device: str) -> None:
     pairs = torch.tensor([[1, 6], [5, 2], [2, 1]], dtype=torch.int32)
     out, untouched = near.to(device), host[0].clone()
     ops.transfer(out, host, pairs.to(device), "triton")
-    ops.transfer(host, out, pairs.flip(1).contiguous()[:1].to(device), "triton")
+    count = torch.ones(1, dtype=torch.int32, device=device)
+    ops.transfer_counted(host, out, pairs.flip(1).contiguous().to(device), count, "triton")
     if device == "cuda":
         torch.cuda.synchronize()
     assert torch.equal(host[[6, 2, 1]].view(torch.int16), near[[1, 5, 2]].view(torch.int16))
@@ -259,6 +260,7 @@ CASES: dict[str, Callable[[str], None]] = {
     "scatter_tokens": scatter_tokens,
     "step_decode": step_decode,
     "transfer": transfer,
+    "transfer_counted": transfer,
 }
 
 

@@ -70,6 +70,27 @@ def test_transfer(target, dtype, shape, pairs, way):
     assert torch.equal(bits(source), before)
 
 
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("target", TARGETS, ids="-".join)
+@pytest.mark.parametrize("count", [0, 1, 3, 5])
+def test_a_counted_list_ends_where_the_device_says(target, count):
+    """Runs of one layer, K or V and head, by a list whose rest names units that there are not."""
+    backend, device = target
+    near, host = random_pool((3, 2, 2, 20), 7, torch.float16).to(device), random_pool((3, 2, 2, 20), 9, torch.float16)
+    if device == "cuda":
+        host = host.pin_memory()
+    runs = host.view(-1, 1, 1, 1, 2, 20), near.view(-1, 1, 1, 1, 2, 20)  # [units * layers * 2 * heads, ...]
+    pairs = [(3 * 12 + 5, 7 * 12 + 5), (11, 60), (100, 1), (2, 2), (3 * 12 + 5, 0)]
+    want = bits(runs[1]).clone()
+    for one, other in pairs[:count]:
+        want[other] = bits(runs[0])[one]
+    listed = torch.tensor(pairs[:count] + [(1 << 30, -5)] * (8 - count), dtype=torch.int32, device=device)
+    ops.transfer_counted(*runs, listed, torch.tensor([count], dtype=torch.int32, device=device), backend)
+    if device == "cuda":
+        torch.cuda.synchronize()
+    assert torch.equal(bits(runs[1]), want)
+
+
 @pytest.mark.parametrize("target", TARGETS, ids="-".join)
 def test_with_the_tiles_of_a_real_run(target):
     backend, device = target
@@ -110,6 +131,8 @@ def test_opcheck(backend):
     source, target = torch.randn(2, *pool_shape(4, 2, 2, 8, 16))
     pairs = torch.tensor([[1, 2], [3, 4]], dtype=torch.int32)
     torch.library.opcheck(torch.ops.octavo.transfer.default, (source, target, pairs, backend))
+    count = torch.tensor([1], dtype=torch.int32)
+    torch.library.opcheck(torch.ops.octavo.transfer_counted.default, (source, target, pairs, count, backend))
 
 
 @pytest.mark.parametrize(
