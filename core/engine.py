@@ -474,6 +474,8 @@ class Engine:
                     self._make_findable(page, node, group, request.priority)
             sequence.nodes.append(node)
             self._scheduler.published(keys[number], sequence)
+        if sequence.shelf is not None:
+            self._pool.unchain(sequence.table.pages(done, full))
 
     def _make_findable(self, page: int, node: Node, group: int, priority: int) -> None:
         """Publish a page. Behind a window it may be evicted before what comes after it."""
@@ -565,7 +567,7 @@ class Engine:
             reason = "stop"  # the stop string ended in a token that also held half a character
         sequence.finish_reason = reason
         sequence.kv_bytes_resident = int(self._pool.size[sequence.held].sum()) * self._runner.kv[0].nbytes
-        if request.keep is not None and sequence in self._scheduler.running:
+        if request.keep is not None and sequence in self._scheduler.running and sequence.shelf is None:
             self._scheduler.park(sequence)
         else:
             self._scheduler.remove(sequence)

@@ -231,6 +231,8 @@ class PageView(Protocol):
     """The pages of the sequences of one method, in one layer of one step. Nothing is read until it is asked for, and
     what is read is counted.
 
+    ``away`` is None, or what there is to know of pages that are in the host tier alone (``Hosting``).
+
     ``n_pages [b]`` int32 counts the open page at the end, whose digest does not exist yet; ``max_pages`` is the
     largest of them, P. ``seeds [b]`` int64 are the requests' own. ``layers`` counts those of the model.
 
@@ -248,9 +250,23 @@ class PageView(Protocol):
     reusable: Selection | None
 
     @property
+    def away(self) -> AwayPages | None: ...
+    @property
     def layers(self) -> int: ...
     @property
     def kv_heads(self) -> int: ...
+    @property
+    def page_units(self) -> int: ...
+    @property
+    def group_layer(self) -> int:
+        """The layer, counted over those that see everything."""
+        ...
+
+    @property
+    def scores(self) -> Tensor:
+        """fp32 [b, H, P], by which ``top`` chose last."""
+        ...
+
     @property
     def lengths(self) -> Tensor:
         """int32 [b], tokens of each sequence, the one being decoded included."""
@@ -303,7 +319,8 @@ class PageView(Protocol):
         ...
 
     def gather(self, selection: Selection) -> tuple[Tensor, Tensor]:
-        """Table int32 [1, b, H, M] and slots int32 [1, b, H] with which a decode kernel reads a selection."""
+        """Table int32 [1, b, H, M] and slots int32 [1, b, H] with which a decode kernel reads a selection. Entries of
+        pages that are away are 0."""
         ...
 
 
@@ -314,6 +331,64 @@ class Selection:
 
     pages: Tensor
     counts: Tensor
+
+
+class ResidentSets(Protocol):
+    """Which page is in which frame: for each sequence, layer and KV head a map between F frames of the device and the
+    sequence's pages. Row 0 is nobody's. Only placements ask for more than is said here."""
+
+    def open(self) -> int:
+        """A row of empty frames."""
+        ...
+
+    def close(self, row: int) -> None: ...
+
+    def widen(self, pages: int) -> None:
+        """Room for pages 0 to ``pages`` (exclusive)."""
+        ...
+
+    def check(self, row: int, pages: int) -> None:
+        """Raises AssertionError where a row's two maps disagree, or a frame has a page of ``pages`` or more."""
+        ...
+
+
+@dataclass(frozen=True)
+class Hosting:
+    """How a method's sequences share their pages between the device and the host tier.
+
+    Attributes:
+        frames: pages of the device that a sequence gets for whatever it reads from the host, F.
+        tail: full pages at the end that stay in the block table, besides the open one.
+        whole_layers: layers that read every page; their part of all pages stays on the device.
+        sets: makes the maps of an engine: (layers, KV heads, device).
+    """
+
+    frames: int
+    tail: int
+    whole_layers: tuple[int, ...]
+    sets: Callable[[int, int, torch.device], ResidentSets]
+
+
+class AwayPages(Protocol):
+    """The pages of a step's b sequences that are in the host tier alone: of each the first ``count`` int64 [b].
+    ``rows`` int64 [b] are the sequences' rows of ``sets``."""
+
+    sets: Any
+    rows: Tensor
+    count: Tensor
+
+    def entries(self, layer: int, frames: Tensor) -> Tensor:
+        """Table entries int32 [b, Hkv, S * units of a page] of ``frames`` int64 [b, Hkv, S]."""
+        ...
+
+    def fetch(self, layer: int, pages: Tensor, frames: Tensor, missing: Tensor, *, ahead: bool = False) -> None:
+        """Bring the runs of ``pages`` int64 [b, Hkv, S] in one layer into ``frames``, where ``missing`` is true: before
+        this layer attends, or, ``ahead``, some time before it is asked for the next time."""
+        ...
+
+    def counted(self, lookups: Tensor, misses: Tensor) -> None:
+        """So many pages were looked up, and not found in a frame: integer [b]."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -361,6 +436,11 @@ class SparseMethod(Protocol):
 
     def resolve(self, selection: Selection, pages: PageView) -> tuple[Tensor, Tensor]:
         """Table and slots (as ``PageView.gather``) of a selection, once its pages are where the kernel can read."""
+        ...
+
+    def hosting(self, spec: ModelSpec, page_tokens: int) -> Hosting | None:
+        """How its pages lie in the host tier; None, which is also meant where a method has no such function: all stay
+        in the pool."""
         ...
 
     def predict(self, tokens: int, layer: int, spec: ModelSpec, page_tokens: int) -> PagesRead:

@@ -23,6 +23,9 @@ class Sample:
         digest_bytes_read: bytes of page digests (and, for an oracle, of K) that were read to choose those entries.
         inserted: what a session's producers added, each behind how many of ``token_ids``, which hold none of it.
         kv_bytes_resident: bytes of the units of the device's pool that it held when it ended, whoever else holds them.
+        host_bytes_read: bytes of K and V that came from the host tier for them, under a method whose pages lie there.
+        resident_lookups: pages, one a layer and KV head, that such a method chose among those that lie there.
+        resident_misses: those of them that were not on the device.
     """
 
     token_ids: list[int]
@@ -34,6 +37,9 @@ class Sample:
     digest_bytes_read: int = 0
     inserted: list[tuple[int, Any]] = field(default_factory=list)
     kv_bytes_resident: int = 0
+    host_bytes_read: int = 0
+    resident_lookups: int = 0
+    resident_misses: int = 0
 
 
 @dataclass
@@ -84,7 +90,9 @@ class EngineStats:
     """Counters since construction, and the state now. Always units_held + units_cached + units_free = units_total.
 
     ``pages_*`` count text pages. ``hit_tokens`` of ``query_tokens`` prompt tokens were found in the prefix cache,
-    counted once an admission. ``evictions`` are pages, ``copies`` are copy-on-write copies of a page.
+    counted once an admission. ``host_units_pinned`` are those of pages that live sequences read from the host, and
+    ``host_wait_s`` the seconds for which layers waited for such pages.
+    ``evictions`` are pages, ``copies`` are copy-on-write copies of a page.
     """
 
     units_total: int
@@ -99,6 +107,8 @@ class EngineStats:
     host_units_total: int = 0
     host_units_free: int = 0
     host_units_held: int = 0
+    host_units_pinned: int = 0
+    host_wait_s: float = 0.0
     hit_tokens: int = 0
     query_tokens: int = 0
     evictions: int = 0

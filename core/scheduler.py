@@ -295,6 +295,8 @@ class Scheduler:
                 if table.n_pages < pages or table.n_pages != sequence.table.n_pages:
                     raise AssertionError(f"{sequence.computed} tokens are computed in {table.n_pages} pages")
                 seen = sequence.first_seen(number, sequence.computed)
+                if number == 0:
+                    seen = max(seen, sequence.away)
                 if number == 0 and sequence.kept is not None:
                     seen = max(seen, sequence.layout.page_of(sequence.kept.end))
                 if sequence.computed and table.first_page > seen:

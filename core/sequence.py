@@ -18,7 +18,8 @@ from octavo.core.config import SamplingParams
 from octavo.core.encoding.item import ItemSpan
 from octavo.core.encoding.pieces import pieces, reach, reused
 from octavo.core.encoding.sources import Loan, find_loans, find_nodes, lent_nodes, source_request
-from octavo.core.interfaces import SparseMethod
+from octavo.core.hosting.shelf import Shelf
+from octavo.core.interfaces import Hosting, SparseMethod
 from octavo.core.memory.block_table import BlockTable
 from octavo.core.memory.layer_groups import LayerPlan
 from octavo.core.memory.page_layout import PageLayout
@@ -50,7 +51,8 @@ class Request:
     """One prompt and its samples. ``unforked`` samples will branch off the first when the prompt is computed.
 
     ``layout`` says how its tokens fall into pages.
-    ``keep``, if given, takes the ended sequence over with its pages (a session's turn), and may change the news of it.
+    ``hosting`` says how its pages lie in the host tier, if the method reads them from there. ``keep``, if given, takes
+    the ended sequence over with its pages (a session's turn), and may change the news of it.
     ``error`` ended it, if any. ``streamed``: its text is made as its tokens come. ``markers``, token ids and texts, end
     it where a session's producer is to be asked.
     A ``compressor`` has not seen the last ``unseen_tokens`` tokens of the prompt when it decides.
@@ -71,6 +73,7 @@ class Request:
     sequences: list[Sequence] = field(default_factory=list)
     cached_tokens: int | None = None
     keep: Callable[[Sequence, StepOutput], None] | None = None
+    hosting: Hosting | None = None
     error: ValueError | None = None
     markers: frozenset[int | str] = frozenset()
     streamed: bool = True
@@ -78,13 +81,15 @@ class Request:
     @cached_property
     def draws_on_device(self) -> bool:
         """Whether nothing but the drawn tokens has to come to the host: no log-probabilities, no penalty that depends
-        on what was drawn, all pages of one size, nothing that a method's choice of pages waits for."""
+        on what was drawn, all pages of one size and on the device, nothing that a method's choice of pages waits
+        for."""
         params = self.params
         return (
             params.logprobs is None
             and params.prompt_logprobs is None
             and params.repetition_penalty == 1.0
             and self.layout.uniform
+            and self.hosting is None
             and not getattr(self.method, "waits", False)
         )
 
@@ -118,7 +123,8 @@ class Sequence:
 
     ``computed`` tokens have their KV in the pool. The scheduler lets it chase ``goal``; when it gets there the next
     token is drawn. ``tables`` are its block tables, one for each group of layers; all have the same number of pages.
-    ``nodes`` are the prefix-cache nodes of its first pages, as far as they are full.
+    ``nodes`` are the prefix-cache nodes of its first pages, as far as they are full. ``shelf`` is what it has in the
+    host tier, if its method reads pages from there; ``away`` counts those pages, which are holes of its first table.
     Tokens before ``writable`` have their place in pages that nobody else holds, so far as they are not computed. With
     ``full_at`` computed tokens the first page is full that has no node yet; 0 is not worked out.
 
@@ -145,6 +151,7 @@ class Sequence:
         self.computed = 0
         self.writable = self.full_at = 0
         self.served_at = -1
+        self.shelf: Shelf | None = None
         self.sparse_spans: list[SparseSpan] = []
         if request.method is not None:
             seed = self.seed if request.method.draws else 0
@@ -169,6 +176,8 @@ class Sequence:
         self.serves: Sequence | None = None
         self.sources: dict[int, Sequence] = {}
         self.lost_sources = self.compares = False
+        self.host_bytes_read = 0
+        self.resident_lookups = self.resident_misses = 0
         self._keys: SharedList[PageKey] = SharedList()
         self.nodes: SharedList[Node] = SharedList()
 
@@ -176,6 +185,15 @@ class Sequence:
     def table(self) -> BlockTable:
         """The table of the first group of layers: those that see farthest."""
         return self.tables[0]
+
+    @property
+    def holdings(self) -> list[BlockTable]:
+        """All tables that hold pages of the device for it."""
+        return self.tables if self.shelf is None else [*self.tables, *self.shelf.tables]
+
+    @property
+    def away(self) -> int:
+        return 0 if self.shelf is None else len(self.shelf.pages)
 
     @property
     def layout(self) -> PageLayout:
@@ -205,6 +223,9 @@ class Sequence:
             kv_bytes_read=self.kv_bytes_read,
             digest_bytes_read=self.digest_bytes_read,
             kv_bytes_resident=self.kv_bytes_resident,
+            host_bytes_read=self.host_bytes_read,
+            resident_lookups=self.resident_lookups,
+            resident_misses=self.resident_misses,
         )
 
     def chunk(self, room: int) -> int:
@@ -299,7 +320,7 @@ class Sequence:
     def held(self) -> Pages:
         """All pages that it holds, and the split units that hold what it has kept of others."""
         kept = [] if self.kept is None else [self.kept.units]
-        return np.concatenate([*(table.held for table in self.tables), *kept])
+        return np.concatenate([*(table.held for table in self.holdings), *kept])
 
     def first_seen(self, group: int, position: int) -> int:
         """The first page that a query at ``position`` sees in the layers of a group."""
@@ -369,6 +390,7 @@ class Sequence:
 
     def adopt_prefix(self, parent: Sequence) -> None:
         """Start where ``parent`` is: share its pages, its keys and what is known of its prompt."""
+        assert parent.shelf is None, "a sequence whose pages are away is not forked"
         self.tables = [table.fork() for table in parent.tables]
         parent.writable = 0
         self.computed, self.compressed = parent.computed, parent.compressed
@@ -378,6 +400,7 @@ class Sequence:
 
     def inherit(self, previous: Sequence) -> None:
         """Take over the pages, and what is known of them, of a sequence that begins like this one."""
+        assert previous.shelf is None, "a sequence whose pages are away is not taken over"
         self.tables, self.computed, self.nodes = previous.tables, previous.computed, previous.nodes
         self.kept, previous.kept = previous.kept, None
         self.compressed, self.observation = previous.compressed, previous.observation
@@ -411,7 +434,9 @@ class Sequence:
             table.release()
         if self.kept is not None:
             self.kept.release()
-        self.kept = self.observation = None
+        if self.shelf is not None:
+            self.shelf.release()
+        self.kept = self.observation = self.shelf = None
         self.computed = self.compressed = self.writable = self.full_at = 0
         self.nodes = SharedList()
 

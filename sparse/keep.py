@@ -23,11 +23,15 @@ class Keep:
 
     def pages(self, page_tokens: int) -> int:
         """The most pages that are kept, the open one included."""
-        return -(-self.sink_tokens // page_tokens) + -(-self.recent_tokens // page_tokens) + 1
+        return -(-self.sink_tokens // page_tokens) + self.recent_pages(page_tokens) + 1
+
+    def recent_pages(self, page_tokens: int) -> int:
+        """Full pages at the end that are kept, besides the open one."""
+        return -(-self.recent_tokens // page_tokens)
 
     def mask(self, pages: PageView) -> Tensor:
         """bool [b, P]; a row past the sequence's pages is arbitrary."""
         page = torch.arange(pages.max_pages, device=pages.n_pages.device)
-        recent = -(-self.recent_tokens // pages.page_tokens)
+        recent = self.recent_pages(pages.page_tokens)
         sinks = page * pages.page_tokens < self.sink_tokens
         return sinks | (page >= (pages.n_pages - 1 - recent)[:, None])

@@ -12,6 +12,7 @@ from torch import Tensor
 from octavo.core.interfaces import (
     Budget,
     Digest,
+    Hosting,
     ModelSpec,
     PagesRead,
     PageView,
@@ -20,6 +21,7 @@ from octavo.core.interfaces import (
     Selection,
     Selector,
 )
+from octavo.sparse.host_placement import Host
 from octavo.sparse.keep import Keep
 from octavo.sparse.placements import Resident
 from octavo.sparse.selectors import TopK
@@ -103,6 +105,11 @@ class Method:
             raise ValueError(
                 f"{self.name}: {self.budget} divides shares of attention, and the scores of {self.scorer} are none"
             )
+        if isinstance(self.placement, Host) and self.scorer.elements(2 * page_tokens, spec, page_tokens):
+            raise ValueError(
+                f"{self.name}: {self.scorer} reads keys of all pages to choose, and {self.placement} leaves them in "
+                "host memory; choose by digests, or place the pages with octavo.sparse.placements.Resident"
+            )
         kept = self.keep.pages(page_tokens)
         least = min((self._budget(layer, spec.layers, page_tokens) for layer in sparse), default=kept)
         if kept > least:
@@ -136,6 +143,16 @@ class Method:
 
     def resolve(self, selection: Selection, pages: PageView) -> tuple[Tensor, Tensor]:
         return self.placement.resolve(selection, pages)
+
+    def hosting(self, spec: ModelSpec, page_tokens: int) -> Hosting | None:
+        sparse = self._sparse_layers(spec)
+        if not isinstance(self.placement, Host) or not sparse:
+            return None
+        budget = max(
+            self.budget.most(self._chooser(layer), spec.layers, page_tokens, spec.kv_heads) for layer in sparse
+        )
+        whole = tuple(layer for layer in range(spec.layers) if not spec.windows[layer] and layer not in sparse)
+        return self.placement.hosting(budget, self.keep.recent_pages(page_tokens), whole, page_tokens)
 
     def predict(self, tokens: int, layer: int, spec: ModelSpec, page_tokens: int) -> PagesRead:
         """The most that is read, where the budget is ``adaptive``."""

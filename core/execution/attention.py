@@ -182,6 +182,9 @@ class PagedStep:
             group.chosen.append(slots)
         elif selection is None or group.pages is None:
             group.dense_windows[traits.window] += 1
+            if group.pages is not None and group.pages.away is not None and not traits.window:
+                kv, table = group.pages.away.whole(layer, group.tables[place.slice])
+                unit_layer = 0
         else:
             table, slots = group.method.resolve(selection, group.pages)  # type: ignore[union-attr]
             group.chosen.append(slots)

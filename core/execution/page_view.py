@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from octavo.core.hosting.away import StepAway
 from octavo.core.interfaces import LayerTraits, Selection
 from octavo.core.memory.layer_groups import LayerPlan
 from octavo.kernels import ops
@@ -19,8 +20,9 @@ class StepPages:
     """The pages of b sequences of one method, the same for all layers of a step; ``layer`` and ``traits`` move on.
 
     ``tables`` int32 [slices, b, M], ``slots`` int32 [1, b, 1] and ``q_pos`` int32 [b] are what a dense decode would be
-    given; ``first_units`` int64 [b, P] index the digests. What is read to choose is counted as elements of every sealed
-    page and of every token, over layers and KV heads, so that counting costs no operation, or of certain pages.
+    given; ``first_units`` int64 [b, P] index the digests. ``away`` is about pages in the host tier. What is read to
+    choose is counted as elements of every sealed page and of every token, over layers and KV heads, so that counting
+    costs no operation, or of certain pages.
     """
 
     kv: Tensor
@@ -35,6 +37,7 @@ class StepPages:
     seeds: Tensor
     first_units: Tensor
     parts: Mapping[str, Tensor]
+    away: StepAway | None = None
     layer: int = 0
     budget: int = 0
     traits: LayerTraits = field(default_factory=lambda: LayerTraits(1.0))
@@ -43,6 +46,7 @@ class StepPages:
     _token_elements: int = 0
     _chosen_elements: Tensor | None = None
     _known: dict[Hashable, Tensor] = field(default_factory=dict)
+    _scores: Tensor | None = None
     _listed: tuple[Selection, int, Tensor, Tensor] | None = None
     """The last selection of ``top``, the slice it was made for, and the table and slots that came with it."""
 
@@ -66,6 +70,15 @@ class StepPages:
     @property
     def kv_heads(self) -> int:
         return self.kv.shape[3]
+
+    @property
+    def group_layer(self) -> int:
+        return self.plan.places[self.layer].group_layer
+
+    @property
+    def scores(self) -> Tensor:
+        assert self._scores is not None, "nothing was chosen by scores"
+        return self._scores
 
     @property
     def lengths(self) -> Tensor:
@@ -135,7 +148,7 @@ class StepPages:
             scores, budget, keep, self.n_pages, self.lengths, self.tables[self._slice],
             self.page_tokens, self.page_units, most, self.backend,
         )  # fmt: skip
-        selection = Selection(pages, counts)
+        selection, self._scores = Selection(pages, counts), scores
         self._listed = selection, self._slice, entries[None], slots[None]
         return selection
 

@@ -28,6 +28,7 @@ from octavo.core.execution.lent_rows import lent_rows
 from octavo.core.execution.page_view import StepPages
 from octavo.core.execution.rotary import Rotary, find_rotary
 from octavo.core.hf_model import HFModel
+from octavo.core.hosting.hosted_pages import HostedPages
 from octavo.core.inspection.probing import AttentionProbe
 from octavo.core.interfaces import SparseMethod
 from octavo.core.memory.digests import DigestStore
@@ -36,7 +37,7 @@ from octavo.core.memory.layer_groups import LayerPlan
 from octavo.core.memory.page_pool import PagePool, Units
 from octavo.core.memory.shared_runs import RunFinder
 from octavo.core.scheduler import Chunk, Scheduler, StepPlan
-from octavo.core.sequence import Sequence
+from octavo.core.sequence import Request, Sequence
 from octavo.core.uploads import Download, upload
 from octavo.kernels import ops
 from octavo.kernels.zero_copy import VirtualRows
@@ -61,7 +62,8 @@ class Flight:
 
 
 class StepRunner:
-    """Runs planned steps on the device. Owns the pool's memory, the device tables and the digests.
+    """Runs planned steps on the device. Owns the pool's memory, the device tables, the digests, and what methods have
+    of their pages in the host tier: ``hosted``, by composition.
 
     ``copies`` counts copy-on-write copies of a page; ``kv_bytes_spared`` what decoding has read less, over all layers
     and KV heads, than the tables that its kernels were given list, because a run that several tables share was read
@@ -99,7 +101,8 @@ class StepRunner:
         self._items = items
         self._page_tokens = config.text_page_tokens
         self._tables = DeviceTables(config.max_seqs, plan.slices, max_entries, kv.device)
-        self._digests: dict[str, DigestStore] = {}
+        self._digests: dict[tuple[str, bool], DigestStore] = {}
+        self.hosted: dict[str, HostedPages] = {}
         self._whole_pages: dict[str, int] = {}
         self._step_tokens = config.step_tokens
         self._launched: SparseMethod | None = None  # the method of the last replayed step
@@ -131,11 +134,15 @@ class StepRunner:
         self._pending_copies += copies
 
     def run(self, plan: StepPlan, scheduler: Scheduler) -> tuple[Tensor, list[Row]]:
-        """Exchange pages with the host, copy what is to be written, make missing digests, compute the plan's tokens.
+        """Exchange pages with the host, let go of those that a method reads from there, copy what is to be written,
+        make missing digests, compute the plan's tokens.
         Preconditions: its copies are queued, its images encoded.
 
         Gives fp32 logits of the rows that somebody wants, in the order of the list.
         """
+        for chunk in plan.chunks:
+            if chunk.sequence.request.hosting is not None and chunk.start >= chunk.sequence.sparse_spans[-1].start:
+                self._hosted_by(chunk.sequence.request).offer(chunk.sequence)
         self._make_ready(scheduler)
         chunks = sorted(plan.chunks, key=self._packing)
         step, rows = self._build(chunks)
@@ -300,6 +307,8 @@ class StepRunner:
         self._tables.sync(scheduler.running)
         if self._host is not None:
             self._host.copy_out(self.kv)
+        for hosted in self.hosted.values():
+            hosted.carry_out()
         self._copy_pages()
         if self._host is not None:
             self._host.copy_in(self.kv)
@@ -390,10 +399,16 @@ class StepRunner:
             for row, pages in enumerate(sealed):
                 first_units[row, : len(pages)] = pages
             parts: dict[str, Tensor] = {}
+            hosted = self.hosted.get(method.provenance)
             if method.digest is not None:
-                store = self._digest_store(method)
+                store = self._digest_store(method, hosted is not None)
                 store.make(sealed)
                 parts = store.parts
+            rows, away = self._to_device(first_units), None
+            if hosted is not None:
+                away = hosted.step([chunk.sequence for chunk in chunks], tables.shape[2])
+            if away is not None:
+                rows = away.digest_rows.where(away.is_away(n_pages.max()), rows)
             group.pages = StepPages(
                 kv=self.kv,
                 backend=self.backend,
@@ -405,8 +420,9 @@ class StepRunner:
                 n_pages=self._to_device(n_pages),
                 max_pages=int(n_pages.max()),
                 seeds=self._to_device(np.array([method_seed(chunk) for chunk in chunks], np.int64)),
-                first_units=self._to_device(first_units),
+                first_units=rows,
                 parts=parts,
+                away=away,
             )
         return group
 
@@ -430,8 +446,9 @@ class StepRunner:
         return method if tokens > self._whole_pages[name] * self._page_tokens else None
 
     def _probed(self, sequence: Sequence, start: int) -> bool:
-        """Whether the probe looks on when the token at ``start`` is computed; such a step is not replayed."""
-        if self.probe is None or (span := sequence.sparse_span(start)) is None:
+        """Whether the probe looks on when the token at ``start`` is computed; such a step is not replayed. It compares
+        with all pages, so it does not look at sequences whose pages may be in host memory."""
+        if self.probe is None or sequence.request.hosting is not None or (span := sequence.sparse_span(start)) is None:
             return False
         return (start - span.start) % self.probe.every == 0
 
@@ -465,14 +482,28 @@ class StepRunner:
             positions = self._tables.unit_pos[rows, :width][None, :, None]
         return tables, self._to_device(np.array(slots, np.int32))[None, :, None], positions
 
-    def _digest_store(self, method: SparseMethod) -> DigestStore:
+    def _digest_store(self, method: SparseMethod, hosted: bool = False) -> DigestStore:
+        """``hosted``: one that has room for the pages of the host tier too."""
         assert method.digest is not None
-        key = method.digest.provenance
+        key = method.digest.provenance, hosted
         if key not in self._digests:
+            host_units = self._host.units_total + 1 if hosted and self._host is not None else 0
             self._digests[key] = DigestStore(
-                method.digest, self._model.spec, self.kv, self._pool, self._plan.groups[0], self._page_tokens
-            )
+                method.digest, self._model.spec, self.kv, self._pool, self._plan.groups[0], self._page_tokens,
+                host_units,
+            )  # fmt: skip
         return self._digests[key]
+
+    def _hosted_by(self, request: Request) -> HostedPages:
+        method, hosting = request.method, request.hosting
+        assert method is not None and hosting is not None and self._host is not None
+        if method.provenance not in self.hosted:
+            digests = None if method.digest is None else self._digest_store(method, hosted=True)
+            self.hosted[method.provenance] = HostedPages(
+                hosting, self._model.spec, self.kv, self._plan, self._pool, self._host, self._page_tokens,
+                self.backend, digests,
+            )  # fmt: skip
+        return self.hosted[method.provenance]
 
     def _copy_pages(self) -> None:
         """Carry out queued copies in order; those that do not depend on one another go in one launch."""
@@ -519,6 +550,9 @@ class StepRunner:
                 sequence.decode_steps += 1
                 sequence.kv_bytes_read += units * unit_bytes
                 sequence.digest_bytes_read += elements * self.kv.element_size()
+            if group.pages is not None and group.pages.away is not None and group.method is not None:
+                sequences = [chunk.sequence for chunk in chunks[group.start : group.stop]]
+                self.hosted[group.method.provenance].account(group.pages.away, sequences)
 
     def _to_device(self, array: NDArray[np.integer]) -> Tensor:
         return upload(array, self.kv.device)

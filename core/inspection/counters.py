@@ -31,6 +31,8 @@ def engine_stats(engine: Engine) -> EngineStats:
         host_units_total=0 if host is None else host.units_total,
         host_units_free=0 if host is None else host.units_free,
         host_units_held=0 if host is None else host.units_held,
+        host_units_pinned=0 if host is None else host.units_pinned,
+        host_wait_s=sum(hosted.wait_s for hosted in runner.hosted.values()),
         hit_tokens=scheduler.hit_tokens,
         query_tokens=scheduler.query_tokens,
         evictions=pool.evictions,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from octavo.core.memory.block_table import check_tables
@@ -21,8 +22,13 @@ def check_engine(engine: Engine) -> None:
     scheduler.check()
     engine._items.check()
     holders = [*scheduler.running, *scheduler.parked]
-    check_tables((table for sequence in holders for table in sequence.tables), pool, engine._compaction.split.units)
+    check_tables((table for sequence in holders for table in sequence.holdings), pool, engine._compaction.split.units)
     engine._compaction.check(holders)
+    pins = Counter(page for sequence in holders if sequence.shelf is not None for page in sequence.shelf.pages)
+    if engine._host is not None and engine._host.pins != pins:
+        raise AssertionError(f"host pages count the pins {engine._host.pins}, sequences read {pins} from there")
+    for name, hosted in engine._runner.hosted.items():
+        hosted.check([s for s in holders if s.request.method is not None and s.request.method.provenance == name])
     live = {s for request in engine._requests.values() for s in request.sequences if s.finish_reason is None}
     queued = {s for s in (*scheduler.waiting, *scheduler.running) if s.serves is None}
     if live != queued:

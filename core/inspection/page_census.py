@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.core.memory.page_pool import Pages, Units
+from octavo.core.memory.page_pool import PagePool, Pages, Units
 
 if TYPE_CHECKING:
     from octavo.core.engine import Engine
@@ -77,6 +77,7 @@ class PageCensus:
         for sequence in sorted(holders, key=lambda s: s.request.arrival, reverse=True):
             self._mark_held(cells, sequence)
             self._mark_kept(cells, sequence)
+            self._mark_frames(cells, sequence, pool)
         cells["state"][self.tables > 1] = SHARED
         self.cells, self._generation = cells, pool.generation.copy()
         return cells
@@ -112,6 +113,16 @@ class PageCensus:
         cells["tokens"][units] = np.ceil(used * sequence.layout.unit_tokens)
         self.tables[units] += 1
         self.slices[units] = 1
+
+    def _mark_frames(self, cells: Cells, sequence: Sequence, pool: PagePool) -> None:
+        """Pages in which a sequence has copies of what is in the host tier: full, whatever they hold."""
+        number, unit_tokens = self._number(sequence.request.request_id), sequence.layout.unit_tokens
+        for table in sequence.holdings[len(sequence.tables) :]:
+            for page in table.pages():
+                units = pool.units_of(page[None], int(pool.size[page]))[0]
+                cells[units] = np.array((page, number, HELD, unit_tokens), CELL)
+                self.tables[units] += 1
+                self.slices[page] = table.slices
 
     def _mark_cached(self, cells: Cells, engine: Engine) -> None:
         """Idle pages: those that were cached before stay as they are, the others' tokens are looked up in the index."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from octavo.core.interfaces import Digest, ModelSpec
 from octavo.core.memory.layer_groups import LayerGroup
 from octavo.core.memory.page_pool import PagePool, Pages
+from octavo.core.uploads import upload
 
 PAGES_AT_ONCE = 64
 
@@ -28,11 +29,19 @@ class DigestStore:
         head 0: min, max | head 1 ...     | head 0: min, max | head 1 ...     |
         ^ 2 D elements     ^ 2 Hkv D elements a page: neighbouring pages are neighbours here too
 
-    A row is valid while ``generation`` says that the page has not been given to somebody else since it was made.
+    A row is valid while ``generation`` says that the page has not been given to somebody else since it was made. Rows
+    from ``host_rows`` on are of ``host_units`` pages that went to the host tier; who keeps them knows which are valid.
     """
 
     def __init__(
-        self, digest: Digest, spec: ModelSpec, kv: Tensor, pool: PagePool, group: LayerGroup, page_tokens: int
+        self,
+        digest: Digest,
+        spec: ModelSpec,
+        kv: Tensor,
+        pool: PagePool,
+        group: LayerGroup,
+        page_tokens: int,
+        host_units: int = 0,
     ) -> None:
         self._digest = digest
         self._kv = kv
@@ -43,7 +52,8 @@ class DigestStore:
         self._made = np.full(kv.shape[0], -1, np.int64)
         shapes = digest.spec(page_tokens, spec)
         widths = [prod(shape[1:]) for shape in shapes.values()]
-        whole = (len(group.layers), kv.shape[0], spec.kv_heads, sum(widths))
+        self.host_rows = kv.shape[0]
+        whole = (len(group.layers), kv.shape[0] + host_units, spec.kv_heads, sum(widths))
         self._store = torch.empty(whole, dtype=kv.dtype, device=kv.device)
         pieces = torch.split(self._store.transpose(0, 1), widths, 3)
         self.parts = {
@@ -58,10 +68,19 @@ class DigestStore:
     def make(self, pages: Iterable[Pages]) -> None:
         """Digest the full pages that have none yet, all layers at once."""
         wanted = np.unique(np.concatenate([np.empty(0, np.int32), *pages]))
+        wanted = wanted[wanted > 0]  # holes
         missing = wanted[self._made[wanted] != self._pool.generation[wanted]]
         for start in range(0, len(missing), PAGES_AT_ONCE):
             self._make(missing[start : start + PAGES_AT_ONCE])
         self._made[missing] = self._pool.generation[missing]
+
+    def keep(self, pages: Pages, host_pages: Pages) -> None:
+        """Copy the digests of device pages, which are made if need be, into the rows of host pages."""
+        self.make([pages])
+        source, target = (
+            upload(side.astype(np.int64), self._store.device) for side in (pages, host_pages + self.host_rows)
+        )
+        self._store[:, target] = self._store[:, source]
 
     def _make(self, pages: Pages) -> None:
         _, unit_layers, _, heads, unit_tokens, dim = self._kv.shape

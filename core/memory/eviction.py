@@ -112,6 +112,8 @@ class IdlePages:
         2. Of those that may go, the one of lowest rank does; among equals the one that is idle longest, which of one
            chain is the tail.
         3. When nothing stands behind a node any longer, the last page that holds it may go too.
+        4. What is left then stands in front of held pages whose holders hold another page of the same node, which was
+           unchained (``PagePool.unchain``): those go by rank.
 
         What goes first does not depend on how many follow: ``evict(k)`` and ``evict(m)`` give what ``evict(k + m)``
         does. One pass over the arrays finds the leaves; the heap holds about ``count`` pages, however many are idle.
@@ -120,10 +122,15 @@ class IdlePages:
         chains = self._chains
         heap = self._lowest_leaves(count)
         victims: list[int] = []
+        exhausted = False
         while len(victims) < count:
+            if not heap:
+                left, exhausted = np.setdiff1d(np.flatnonzero(self._idle), self.kept), True
+                heap = list(zip(self._rank[left].tolist(), self._since[left].tolist(), left.tolist(), strict=True))
+                heapify(heap)
             *_, page = heappop(heap)
             # Of twins all but the last are leaves. That one enters the heap again when nothing needs it any longer.
-            if not self._idle[page] or not chains.is_leaf(page):
+            if not self._idle[page] or not (exhausted or chains.is_leaf(page)):
                 continue
             victims.append(page)
             self._idle[page] = False

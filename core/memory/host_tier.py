@@ -22,12 +22,15 @@ PageState = Literal["dirty", "clean", "reclaimable"]
 
 @dataclass
 class _HostPage:
-    """A page of k host units: whose it is, for which group of layers, and how many restores of it are wanted."""
+    """A page of k host units: whose it is, for which group of layers, how many restores of it are wanted, how many live
+    sequences read it where it is, and which of all pages that were ever stored it is."""
 
     node: Node
     group: int
     units: Units
+    serial: int
     restores: int = 0
+    pins: int = 0
 
 
 class HostTier:
@@ -47,6 +50,9 @@ class HostTier:
         (none) ---------> dirty ------------> reclaimable ----------------> clean
                           queued to be        complete, nobody <----------- complete,
                           copied out          restores from it   copy_in    being restored
+
+    A page may be pinned, whatever its state: a sequence reads it from here (``octavo.core.hosting``). Then it is clean
+    as well, until nobody pins it.
 
     Only a reclaimable page is evicted. Reclaimable pages go in the order of their last use, which is their store, a
     store of the same contents, or a restore: the least recent first. Pages are stored in the order in which the device
@@ -90,6 +96,7 @@ class HostTier:
         self.evicted = 0
         self.bytes_out = 0
         self.bytes_in = 0
+        self._made = 0
         self._backend = backend
         self._allocator = allocator
         self._index = index
@@ -123,10 +130,33 @@ class HostTier:
         """How many units the page takes, k."""
         return len(self._pages[page].units)
 
+    @property
+    def pins(self) -> Counter[int]:
+        """How many live sequences read each page from here."""
+        return Counter({number: page.pins for number, page in self._pages.items() if page.pins})
+
+    @property
+    def units_pinned(self) -> int:
+        return sum(map(self.page_units, self.pins))
+
+    @property
+    def restoring(self) -> bool:
+        """Whether restores are queued."""
+        return bool(self._in)
+
+    def units_of(self, page: int) -> Units:
+        """The page's units int32 [k], in order."""
+        return self._pages[page].units
+
+    def serial(self, page: int) -> int:
+        """A number that no other page has had: a page's id may be another's later, with other contents."""
+        return self._pages[page].serial
+
     def state(self, page: int) -> PageState:
         if page in self._out:
             return "dirty"
-        return "clean" if self._pages[page].restores else "reclaimable"
+        held = self._pages[page]
+        return "clean" if held.restores or held.pins else "reclaimable"
 
     def leads_on(self, node: Node, group: int) -> bool:
         """Whether pages are here that stand right behind a node's page of a group."""
@@ -154,7 +184,8 @@ class HostTier:
         self._evict(missing)
         host_units = self._allocator.allocate(len(units))
         page = node.host[group] = int(host_units[0])
-        self._pages[page] = _HostPage(node, group, host_units)
+        self._made += 1
+        self._pages[page] = _HostPage(node, group, host_units, self._made)
         self._behind[node.parent, group] += 1
         self._out[page] = units.copy()
         return True
@@ -164,6 +195,18 @@ class HostTier:
         if page in self._reclaimable:
             self._take_from_reclaimable(page)
         self._pages[page].restores += 1
+
+    def pin(self, page: int) -> None:
+        """Keep a page that a live sequence reads from here."""
+        if page in self._reclaimable:
+            self._take_from_reclaimable(page)
+        self._pages[page].pins += 1
+
+    def unpin(self, page: int) -> None:
+        """One sequence less reads the page from here, which is a use of it."""
+        assert self._pages[page].pins, f"host page {page} is not pinned"
+        self._pages[page].pins -= 1
+        self._add_if_reclaimable(page)
 
     def restore(self, page: int, units: Units) -> None:
         """Queue the copy of a page that is held into ``units`` int32 [k] of the device, in order, that nobody reads
@@ -212,6 +255,7 @@ class HostTier:
         """Drop a page, and its copy out if that is still queued. Precondition: no restore of it is queued."""
         held = self._pages[page]
         assert held.restores == 0, f"host page {page} is being restored; copy in first"
+        assert held.pins == 0, f"host page {page} is read by {held.pins} sequences"
         if self._out.pop(page, None) is None:
             self._take_from_reclaimable(page)
         held.node.host[held.group] = 0

@@ -230,6 +230,13 @@ class PagePool:
         pages = np.array([page], np.int32)
         self.book.publish(pages, priority, recompute_s, int(self.size[page]) * self._unit_bytes)
 
+    def unchain(self, pages: Pages) -> None:
+        """Held pages, as far as they can be found, may be evicted before longer prefixes from now on, and what is in
+        front of them need not be held."""
+        for page in pages[self._findable[pages]].tolist():
+            self._idle.forgotten(page)
+            self._idle.published(page, self.index.new_number(), 0)
+
     def check(self) -> None:
         """Every unit is in exactly one state, and the counts say so."""
         free, idle = self._allocator.check(), self._idle.check()

@@ -1,7 +1,8 @@
 """Transfer units between the pool of a device and a pool in pinned host memory, over the bus, in one launch.
 
     source, target   [units, layers, 2, kv_heads, unit_tokens, head_dim]; a unit is one contiguous piece
-    pairs            int32 [n, 2], on the device: the list may have been made there, and with it its length (``counted``)
+    pairs            int32 [n, 2], on the device: the list may have been made there, and with it its length,
+                     ``counted``
 
 The device addresses pinned memory directly, so that one kernel replaces n calls of ``copy_``, each of which costs more
 than a small unit takes. A tile is a piece of some units, ``TILE_BYTES`` in all whatever the size of a unit::

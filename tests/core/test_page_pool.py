@@ -48,6 +48,25 @@ class TestPagePool:
         assert pool.allocate(4).tolist() == [1, 3, 2, 4] and pool.evictions == 1 and len(pool.index) == 0
         pool.check()
 
+    def test_unchained_pages_need_nothing_in_front_of_them(self):
+        """Pages 1 and 2 hold one node, 3 stands behind it. Whoever holds 3 holds 2 as well, which is unchained; so 1 is
+        idle in front of a held page, and may go."""
+        pool = pool_of(4)
+        pool.allocate(3)
+        head, tail = np.zeros(4, np.int32), np.ones(4, np.int32)
+        key = page_key(root_key(), head)
+        node = pool.index.enter(key, root_key(), head, "")
+        for page in (1, 2):
+            pool.publish(page, node)
+        pool.unchain(ids(2))
+        pool.publish(3, pool.index.enter(page_key(key, tail), node, tail, ""))
+        pool.release(ids(1))
+        pool.check()
+        assert (pool.free_units, pool.cached_units, pool.available) == (1, 1, 2)
+        assert sorted(pool.allocate(2).tolist()) == [1, 4] and pool.evictions == 1
+        pool.check()
+        assert node.page(0) == 2
+
     def test_unfindable_pages_go_first_then_the_oldest_chain_tail(self):
         pool = pool_of(6)
         first, second = BlockTable(pool), BlockTable(pool)

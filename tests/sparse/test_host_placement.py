@@ -1,0 +1,460 @@
+"""Pages in host memory, read by heads that choose them: the same bits as in the pool, in less of it."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from octavo.core import SamplingParams
+from octavo.core.memory import transfer_costs
+from octavo.core.scheduler import StepPlan
+from octavo.sparse.host_placement import Host
+from octavo.sparse.replacement.policies import REPLACEMENTS
+
+from .method_cases import NAMES, SMALLER, make
+
+BY_DIGESTS = [name for name in NAMES if name not in ("oracle", "sparq", "tidal", "less_is_more")]
+PROMPT = random.Random(3).choices(range(3, 128), k=90)  # 22 pages of 4 and an open one
+UNIT_BYTES = 2 * 4 * 16 * 4
+
+
+@pytest.fixture(scope="module")
+def model(make_llama):
+    return make_llama(num_hidden_layers=3)
+
+
+@pytest.fixture(scope="module")
+def hosted_engine(engine_for):
+    """``engine_for`` with a host tier full of NaN; the bus is not measured."""
+
+    def build(model, **fields):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(transfer_costs, "measure_bytes_per_s", lambda *_: 1e9)
+            engine = engine_for(model, **{"host_tokens": 800, **fields})
+        engine._host.kv.fill_(torch.nan)
+        engine.costs.restore_is_cheaper = lambda *_: True
+        return engine
+
+    return build
+
+
+def hosted(chosen, slack=8, **parts):
+    return replace(chosen, placement=Host(slack, **parts))
+
+
+def params(**kwargs):
+    return SamplingParams(**{"max_tokens": 18, "ignore_eos": True, "seed": 1, "logprobs": 2, **kwargs})
+
+
+def run(engine, drain, requests, after_step=None):
+    """``requests``: id -> (prompt, params, method)."""
+    for request_id, (prompt, sampling, one) in requests.items():
+        engine.submit(prompt, sampling, method=one, request_id=request_id)
+    return drain(engine, after_step).completions
+
+
+def one(engine, drain, chosen, prompt=PROMPT, **sampling):
+    return run(engine, drain, {"a": (prompt, params(**sampling), chosen)})["a"].samples[0]
+
+
+def away(engine):
+    return [sequence.away for sequence in engine._scheduler.running]
+
+
+def assert_same(sample, expected):
+    """Tokens, and their log-probabilities bit for bit; what attention and choosing read is the same too."""
+    assert sample.token_ids == expected.token_ids and sample.logprobs == expected.logprobs
+    assert sample.kv_bytes_read == expected.kv_bytes_read and sample.digest_bytes_read == expected.digest_bytes_read
+
+
+@pytest.mark.parametrize("name", BY_DIGESTS)
+def test_bits_are_those_of_pages_in_the_pool(name, model, engine_for, hosted_engine, drain, assert_nothing_pinned):
+    chosen = make(name)
+    engine = hosted_engine(model)
+    sample = one(engine, drain, hosted(chosen))
+    assert_same(sample, one(engine_for(model), drain, chosen))
+    assert 0 < sample.resident_misses < sample.resident_lookups
+    assert sample.host_bytes_read == sample.resident_misses * UNIT_BYTES
+    assert_nothing_pinned(engine)
+
+
+@pytest.mark.parametrize("prefetch", ["none", "previous_step"])
+@pytest.mark.parametrize("policy, backend", [("lru", "cpu"), *((name, "reference") for name in REPLACEMENTS)])
+def test_no_policy_changes_a_bit(policy, prefetch, backend, model, engine_for, hosted_engine, drain):
+    chosen = make("quest")
+    engine = hosted_engine(model, backend=backend)
+    sample = one(engine, drain, hosted(chosen, replacement=REPLACEMENTS[policy](), prefetch=prefetch))
+    assert_same(sample, one(engine_for(model, backend=backend), drain, chosen))
+    assert sample.host_bytes_read >= sample.resident_misses * UNIT_BYTES > 0
+    assert (sample.host_bytes_read > sample.resident_misses * UNIT_BYTES) is (prefetch != "none")
+
+
+@pytest.mark.parametrize("page_tokens", [4, 12, 16])
+@pytest.mark.parametrize("dense_layers", [[], [0], [0, 2]])
+def test_pages_of_several_units_and_any_number_of_dense_layers(
+    page_tokens, dense_layers, model, engine_for, hosted_engine, drain
+):
+    parts = {"dense_layers": dense_layers, "keep": {"sink_tokens": 4, "recent_tokens": 2 * page_tokens}}
+    chosen = make("quest", 4 * page_tokens, **parts)
+    prompt = random.Random(4).choices(range(3, 128), k=200)
+    fields = {"page_tokens": page_tokens, "pool_tokens": 90 * page_tokens}
+    seen = []
+    engine = hosted_engine(model, **fields)
+    sample = run(
+        engine, drain, {"a": (prompt, params(), hosted(chosen, page_tokens))}, lambda _: seen.append(away(engine))
+    )["a"].samples[0]
+    assert_same(sample, one(engine_for(model, **fields), drain, chosen, prompt))
+    full = len(prompt) // page_tokens
+    if full - 2 > 5 + -(-(full - 2) * len(dense_layers) // 3):
+        assert seen[1] == [full - 2], "all full pages but two recent ones leave with the first decoded token"
+    else:
+        assert max(map(max, filter(None, seen))) == 0, "frames would take more than they free"
+
+
+def test_layers_with_a_window_keep_their_pages(g_model, engine_for, hosted_engine, drain):
+    chosen = make("quest", dense_layers=[])
+    engine = hosted_engine(g_model)
+    seen = []
+    sample = run(engine, drain, {"a": (PROMPT, params(), hosted(chosen))}, lambda _: seen.append(away(engine)))["a"]
+    assert_same(sample.samples[0], one(engine_for(g_model), drain, chosen))
+    assert seen[1] == [21] and seen[-2] == [25]
+
+
+@pytest.fixture(scope="session")
+def assert_nothing_pinned(assert_idle):
+    def check(engine):
+        assert_idle(engine)
+        assert engine.stats().host_units_pinned == 0 and not engine._host._in
+        assert all(not hosted._leaving for hosted in engine._runner.hosted.values())
+
+    return check
+
+
+class TestMemory:
+    def test_what_stays_on_the_device(self, model, hosted_engine, drain):
+        engine, stats = hosted_engine(model), []
+        chosen = hosted(make("quest"), slack=8)  # 5 pages a head, and 2 more; layer 0 of 3 reads everything
+        run(engine, drain, {"a": (PROMPT, params(), chosen)}, lambda _: stats.append(engine.stats()))
+        after_prompt, first, last = stats[0], stats[1], stats[-2]
+        assert (after_prompt.units_held, after_prompt.host_units_pinned) == (23, 0)
+        # 21 pages of 22 are away; 7 frames, 7 pages of packed runs of layer 0, a recent page and the open one.
+        assert (first.units_held, first.host_units_pinned) == (7 + 7 + 2, 21)
+        assert (last.units_held, last.host_units_pinned) == (7 + 9 + 2, 25)
+        assert first.host_units_held == 21 and first.units_held + first.units_cached + first.units_free == 100
+
+    def test_more_requests_run_at_once(self, model, engine_for, hosted_engine, drain):
+        """A pool of 60 pages holds two requests of 24 to 33 pages, or five of 9, prompt by prompt."""
+        chosen = make("quest", dense_layers=[])
+        prompts = {str(i): random.Random(i).choices(range(3, 128), k=92) for i in range(6)}
+        peaks, results = [], []
+        for engine, method in ((engine_for, chosen), (hosted_engine, hosted(chosen))):
+            built = engine(model, pool_tokens=60 * 4, step_tokens=92)
+            done = run(
+                built,
+                drain,
+                {i: (prompt, params(max_tokens=32, logprobs=None), method) for i, prompt in prompts.items()},
+            )
+            results.append({i: completion.samples[0].token_ids for i, completion in done.items()})
+            peaks.append(built.stats().running_peak)
+        assert results[0] == results[1]
+        assert peaks[1] >= 2 * peaks[0]
+
+    def test_a_tier_without_room_leaves_pages_where_they_are(self, model, engine_for, hosted_engine, drain):
+        chosen = make("quest")
+        prompts = {i: random.Random(i).choices(range(3, 128), k=90) for i in "abc"}
+        engine = hosted_engine(model, host_tokens=40 * 4, step_tokens=90)
+        seen = set()
+        together = run(
+            engine, drain, {i: (prompt, params(), hosted(chosen)) for i, prompt in prompts.items()},
+            lambda _: seen.add(tuple(away(engine))),
+        )  # fmt: skip
+        assert max(map(sum, seen)) <= 40 and any(0 in each and max(each) > 20 for each in seen)
+        for i, prompt in prompts.items():
+            assert together[i].samples[0].token_ids == one(engine_for(model), drain, chosen, prompt).token_ids
+
+    def test_a_pool_without_room_for_frames_too(self, model, engine_for, hosted_engine, drain, assert_nothing_pinned):
+        """The prompt fills the pool but for three pages, fewer than frames take."""
+        chosen = make("quest", dense_layers=[])
+        engine = hosted_engine(model, pool_tokens=26 * 4)
+        sample = one(engine, drain, hosted(chosen), max_tokens=12)
+        assert_same(sample, one(engine_for(model), drain, chosen, max_tokens=12))
+        assert sample.resident_lookups == 0
+        assert_nothing_pinned(engine)
+
+
+class TestSharing:
+    def test_a_prefix_is_in_the_host_tier_once(self, model, engine_for, hosted_engine, drain, assert_nothing_pinned):
+        chosen, dense = make("quest"), []
+        prompts = {"a": PROMPT, "b": PROMPT[:80] + PROMPT[:10]}
+        engine = hosted_engine(model)
+        methods = {"a": hosted(chosen), "b": hosted(chosen)}
+        for i in prompts:
+            engine.submit(prompts[i], params(), method=methods[i], request_id=i)
+        together = drain(engine, lambda _: dense.append(engine.stats().host_units_pinned)).completions
+        assert dense[2] == 21 + 1, "20 pages are shared, and each has one of its own"
+        for i, prompt in prompts.items():
+            assert together[i].samples[0].token_ids == one(engine_for(model), drain, chosen, prompt).token_ids
+        assert_nothing_pinned(engine)
+
+    def test_samples_of_one_prompt(self, model, engine_for, hosted_engine, drain, assert_nothing_pinned):
+        chosen = make("quest")
+        sampling = {"temperature": 0.9, "seed": 5, "logprobs": None, "max_tokens": 20}
+        engine = hosted_engine(model)
+        forked = run(engine, drain, {"a": (PROMPT, params(n=3, **sampling), hosted(chosen))})["a"]
+        expected = run(engine_for(model), drain, {"a": (PROMPT, params(n=3, **sampling), chosen)})["a"]
+        assert [s.token_ids for s in forked.samples] == [s.token_ids for s in expected.samples]
+        assert all(sample.resident_lookups for sample in forked.samples)
+        assert_nothing_pinned(engine)
+
+    def test_beside_others_of_the_same_batch(self, model, engine_for, hosted_engine, drain, assert_nothing_pinned):
+        """Dense, in the pool, in the host tier, and short ones, of which nothing is away."""
+        quest, arkvale = make("quest"), make("arkvale")
+        requests = {
+            "dense": (PROMPT, None), "pool": (PROMPT, quest), "host": (PROMPT, hosted(quest)),
+            "other": (PROMPT[5:], hosted(quest, 4)), "arkvale": (PROMPT, hosted(arkvale)),
+            "short": (PROMPT[:30], hosted(quest)),  # its frames would take what its pages do
+        }  # fmt: skip
+        engine = hosted_engine(model)
+        together = run(engine, drain, {i: (prompt, params(), chosen) for i, (prompt, chosen) in requests.items()})
+        assert {i: c.samples[0].resident_lookups > 0 for i, c in together.items()} == {
+            "dense": False, "pool": False, "host": True, "other": True, "arkvale": True, "short": False,
+        }  # fmt: skip
+        for i, (prompt, chosen) in requests.items():
+            alone = one(engine_for(model) if i in ("dense", "pool") else hosted_engine(model), drain, chosen, prompt)
+            assert together[i].samples[0].token_ids == alone.token_ids
+        assert_nothing_pinned(engine)
+
+    def test_a_dense_request_finds_the_exact_pages(self, model, engine_for, hosted_engine, drain):
+        """They come back out of the host tier; what the method has shaped does not."""
+        engine = hosted_engine(model, pool_tokens=40 * 4)
+        first = one(engine, drain, hosted(make("quest")))
+        pages = engine._pool.allocate(engine._pool.available)  # the device forgets everything
+        engine._pool.release(pages)
+        longer = PROMPT + first.token_ids
+        after = run(engine, drain, {"d": (longer, params(max_tokens=6), None)})["d"]
+        assert after.cached_tokens == 88
+        assert after.samples[0].token_ids == one(engine_for(model), drain, None, longer, max_tokens=6).token_ids
+
+
+class TestLife:
+    @pytest.mark.parametrize("steps", [2, 9, 15])
+    def test_preempted_and_resumed(self, steps, model, engine_for, hosted_engine, drain, assert_nothing_pinned):
+        chosen = make("quest")
+        engine = hosted_engine(model)
+        engine.submit(PROMPT, params(), method=hosted(chosen), request_id="a")
+        for _ in range(steps):
+            engine.step()
+        (sequence,) = engine._scheduler.running
+        assert sequence.away >= 21
+        engine._scheduler._preempt(sequence, StepPlan())
+        engine.check()
+        assert engine.stats().units_held == engine.stats().host_units_pinned == 0
+        sample = drain(engine).completions["a"].samples[0]
+        assert sample.token_ids == one(engine_for(model), drain, chosen).token_ids
+        assert_nothing_pinned(engine)
+
+    def test_preemption_when_memory_is_short(self, model, engine_for, hosted_engine, drain, assert_nothing_pinned):
+        chosen = make("quest")
+        prompts = {str(i): random.Random(i).choices(range(3, 128), k=70 + i) for i in range(4)}
+        engine = hosted_engine(model, pool_tokens=45 * 4)
+        together = run(engine, drain, {i: (prompt, params(), hosted(chosen)) for i, prompt in prompts.items()})
+        assert engine.stats().preemptions > 0
+        for i, prompt in prompts.items():
+            alone = one(engine_for(model), drain, chosen, prompt)
+            assert together[i].samples[0].token_ids == alone.token_ids
+        assert_nothing_pinned(engine)
+
+    def test_aborted(self, model, hosted_engine, assert_nothing_pinned):
+        engine = hosted_engine(model)
+        engine.submit(PROMPT, params(), method=hosted(make("quest")), request_id="a")
+        for _ in range(3):
+            engine.step()
+        assert away(engine) == [21] and engine.stats().host_units_pinned == 21
+        engine.abort("a")
+        engine.step()
+        assert_nothing_pinned(engine)
+        assert engine.stats().host_units_held == 21, "they stay findable"
+
+    def test_turns_of_a_session(self, model, engine_for, hosted_engine, assert_nothing_pinned):
+        chosen, outputs = make("quest"), []
+        for engine, method in ((engine_for(model), chosen), (hosted_engine(model), hosted(chosen))):
+            session = engine.session(PROMPT, method=method)
+            session.generate(params(max_tokens=10))
+            session.append(PROMPT[:9])
+            twin = session.fork()
+            outputs.append([s.generate(params(max_tokens=10)).samples[0].token_ids for s in (session, twin)])
+            session.close()
+            twin.close()
+            engine.check()
+        assert outputs[0] == outputs[1]
+        assert_nothing_pinned(engine)
+
+    def test_a_score_is_that_of_pages_in_the_pool(self, model, engine_for, hosted_engine):
+        chosen, target = make("quest"), PROMPT[:20]
+        engine = hosted_engine(model)
+        assert engine.score(PROMPT, target, method=hosted(chosen)) == engine_for(model).score(
+            PROMPT, target, method=chosen
+        )
+        assert engine._runner.hosted
+
+    def test_a_step_that_fails_is_made_again(self, model, engine_for, hosted_engine, drain, monkeypatch):
+        """The first decode step fails when pages have left, and when they are just leaving."""
+        chosen = make("quest")
+        for where in (
+            "octavo.core.execution.step_runner.StepRunner._copy_pages",
+            "octavo.core.hf_model.HFModel.forward",
+        ):
+            engine = hosted_engine(model)
+            engine.submit(PROMPT, params(), method=hosted(chosen), request_id="a")
+            engine.step()
+            with monkeypatch.context() as patch:
+
+                def fail(*_, **__):
+                    raise MemoryError("no")
+
+                patch.setattr(where, fail)
+                with pytest.raises(MemoryError):
+                    engine.step()
+            engine.check()
+            expected = one(engine_for(model), drain, chosen)
+            assert drain(engine).completions["a"].samples[0].token_ids == expected.token_ids
+
+    def test_steps_are_not_replayed(self, model, engine_for, hosted_engine, drain):
+        chosen = make("quest")
+        engine = hosted_engine(model, execution="graph")
+        assert one(engine, drain, hosted(chosen), logprobs=None).resident_lookups > 0
+
+
+class TestRefusals:
+    def test_without_a_host_tier(self, model, engine_for):
+        with pytest.raises(ValueError, match=r"quest keeps its pages in host memory, and host_tokens=0 .* least 256"):
+            engine_for(model).submit(PROMPT, method=hosted(make("quest")))
+        with pytest.raises(ValueError, match="host_tokens=0"):
+            engine_for(model, method=hosted(make("quest")))
+
+    def test_a_request_larger_than_the_tier(self, model, hosted_engine, drain):
+        engine = hosted_engine(model, host_tokens=30 * 4)
+        with pytest.raises(ValueError, match=r"32 pages of a request of 90 \+ 40 tokens .* 32 units, .* tier has 30"):
+            engine.submit(PROMPT, params(max_tokens=40), method=hosted(make("quest")))
+        assert one(engine, drain, hosted(make("quest")), max_tokens=12).resident_lookups > 0
+
+    def test_layers_with_a_window_in_the_same_tables(self, g_model, hosted_engine):
+        with pytest.raises(
+            ValueError, match=r"layers of .* with a window would miss them there; set layer_groups=True"
+        ):
+            hosted_engine(g_model, layer_groups=False).submit(PROMPT, method=hosted(make("quest", dense_layers=[])))
+
+    @pytest.mark.parametrize("name", ["oracle", "sparq", "tidal"])
+    def test_scorers_that_read_all_keys(self, name, model, hosted_engine):
+        chosen = hosted(make(name, **({"choosing_layers": [1]} if "choosing_layers" in SMALLER.get(name, {}) else {})))
+        with pytest.raises(ValueError, match=r"reads keys of all pages to choose, and .* leaves them in host memory"):
+            hosted_engine(model).submit(PROMPT, method=chosen)
+
+    @pytest.mark.parametrize(
+        "parts, message",
+        [
+            ({"slack_tokens": -1}, "placement.slack_tokens must be an integer of at least 0, got -1"),
+            ({"prefetch": "next"}, "placement.prefetch='next' is none of: none, previous_step"),
+            ({"prefetch": "previous_step", "slack_tokens": 0}, "slack_tokens=0 leaves none"),
+        ],
+    )
+    def test_parameters(self, parts, message):
+        with pytest.raises(ValueError, match=message):
+            Host(**parts)
+
+
+@pytest.fixture(scope="module")
+def traffic(model, engine_for, hosted_engine, assert_nothing_pinned):
+    """A machine of random requests; whatever happens, each gets the tokens that it gets alone and in the pool."""
+    quest = make("quest")
+    alone = {}
+
+    def expected(prompt, new):
+        if (prompt, new) not in alone:
+            engine = engine_for(model)
+            name = engine.submit(list(prompt), params(max_tokens=new, logprobs=None), method=quest)
+            alone[prompt, new] = engine.finish([name])[name].samples[0].token_ids
+        return alone[prompt, new]
+
+    class Traffic(RuleBasedStateMachine):
+        @initialize(policy=st.sampled_from(sorted(REPLACEMENTS)), prefetch=st.sampled_from(["none", "previous_step"]),
+                    pool=st.sampled_from([50, 80]), host=st.sampled_from([45, 200]))  # fmt: skip
+        def build(self, policy, prefetch, pool, host):
+            self.engine = hosted_engine(model, pool_tokens=pool * 4, host_tokens=host * 4)
+            self.methods = [None, quest, hosted(quest, replacement=REPLACEMENTS[policy](), prefetch=prefetch)]
+            self.asked = {}
+
+        @rule(start=st.integers(0, 3), length=st.sampled_from([20, 60, 90]), new=st.sampled_from([3, 20, 40]),
+              kind=st.sampled_from([0, 1, 2, 2, 2]))  # fmt: skip
+        def submit(self, start, length, new, kind):
+            prompt = tuple((PROMPT + PROMPT)[start // 2 * 40 : start // 2 * 40 + length])
+            name = self.engine.submit(list(prompt), params(max_tokens=new, logprobs=None), method=self.methods[kind])
+            self.asked[name] = (prompt, new) if kind else None
+
+        @rule(steps=st.integers(1, 12))
+        def step(self, steps):
+            for _ in range(steps if self.engine.has_work() else 0):
+                self.take(self.engine.step())
+                self.engine.check()
+                if not self.engine.has_work():
+                    break
+
+        @precondition(lambda self: self.asked)
+        @rule(which=st.integers(0, 9))
+        def abort(self, which):
+            name = sorted(self.asked)[which % len(self.asked)]
+            self.engine.abort(name)
+
+        @precondition(lambda self: self.engine._scheduler.running)
+        @rule(which=st.integers(0, 9))
+        def preempt(self, which):
+            running = self.engine._scheduler.running
+            self.engine._scheduler.preempt(running[which % len(running)])
+
+        def take(self, outputs):
+            for output in outputs:
+                if output.completion is not None:
+                    asked = self.asked.pop(output.request_id)
+                    sample = output.completion.samples[0]
+                    if asked is not None and sample.finish_reason == "length":
+                        assert sample.token_ids == expected(*asked)
+
+        @invariant()
+        def holds(self):
+            if hasattr(self, "engine"):
+                self.engine.check()
+
+        def teardown(self):
+            if hasattr(self, "engine"):
+                while self.engine.has_work():
+                    self.take(self.engine.step())
+                assert_nothing_pinned(self.engine)
+
+    return Traffic
+
+
+def test_random_traffic(traffic):
+    from hypothesis import settings
+    from hypothesis.stateful import run_state_machine_as_test
+
+    run_state_machine_as_test(traffic, settings=settings(max_examples=12, stateful_step_count=15, derandomize=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("prefetch", ["none", "previous_step"])
+def test_bits_are_the_same_on_a_gpu(prefetch, make_llama, engine_for, hosted_engine, drain):
+    """Triton kernels, pinned memory, and fetches ahead on a stream of their own."""
+    model = make_llama(num_hidden_layers=3).to("cuda")
+    chosen = make("quest")
+    fields = {"backend": "triton", "execution": "eager"}
+    requests = {i: PROMPT[i:] for i in range(4)}
+    results = []
+    for engine, method in ((engine_for, chosen), (hosted_engine, hosted(chosen, prefetch=prefetch))):
+        done = run(
+            engine(model, **fields), drain, {str(i): (prompt, params(), method) for i, prompt in requests.items()}
+        )
+        results.append({i: (c.samples[0].token_ids, c.samples[0].logprobs) for i, c in done.items()})
+    assert results[0] == results[1]
