@@ -75,7 +75,16 @@ HEADINGS = {
     "lfu_hit_rate_percent": "lfu %",
     "priority_hit_rate_percent": "priority %",
     "cost_hit_rate_percent": "cost %",
+    "hit_rate_percent": "hits %",
+    "replayed_hit_rate_percent": "replayed %",
     "belady_hit_rate_percent": "belady %",
+    "first_percent": "first %",
+    "fetched_bytes_per_token": "fetched a token",
+    "waited_percent": "waited %",
+    "running_peak": "at once",
+    "same_requests": "same tokens",
+    "agreeing_percent": "same tokens %",
+    "host_bytes_held_decoding": "in host memory",
     "memory_tokens": "slots",
     "running_mean": "at once",
     "decoding_peak": "decode at once",
@@ -185,7 +194,20 @@ HEADINGS = {
 }
 """The columns that a reader looks at first, and what they are called there; all others keep their key."""
 
-LABELS = ("name", "method", "execution", "task", "policy", "knob", "kernel", "shape", "key", "settings")
+LABELS = (
+    "name",
+    "method",
+    "execution",
+    "task",
+    "policy",
+    "replacement",
+    "prefetch",
+    "knob",
+    "kernel",
+    "shape",
+    "key",
+    "settings",
+)
 
 STYLE = """
 :root { color-scheme: light dark }

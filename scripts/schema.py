@@ -3,6 +3,9 @@
 Groups that several experiments have are in ``schema_groups``, the experiments on memory in ``schema_memory``, those on
 speed in ``schema_serving``, those on quality in ``schema_quality``, those on text and images in ``schema_multimodal``
 and ``schema_image_sharing``, those on decode steps and on kernels in ``schema_decode`` and ``schema_kernels``.
+speed in ``schema_serving``, those on placements in ``schema_placements``, those on quality in ``schema_quality``, those
+on text and images in ``schema_multimodal``, those on decode steps and on kernels in ``schema_decode`` and
+``schema_kernels``.
 
 An experiment has its own subclass of ``Config``, so that a key which an experiment would ignore does not exist there.
 Ranges are checked when a typed object is made, as far as that needs no heavy import; the engine and the samplers check
@@ -44,6 +47,8 @@ from octavo.scripts.schema_memory import (
     Sharing,
 )
 from octavo.scripts.schema_multimodal import ImageBenchmarks, Interleaved, PageRatio, Sessions
+from octavo.scripts.schema_multimodal import Interleaved, PageRatio
+from octavo.scripts.schema_placements import HostTier, Placements
 from octavo.scripts.schema_quality import Calibrate, MultiTurn, Perplexity, Ruler
 from octavo.scripts.schema_serving import Latency, Throughput
 
@@ -63,6 +68,7 @@ __all__ = [
     "Heads",
     "ImageBenchmarks",
     "ImageSharing",
+    "HostTier",
     "Interleaved",
     "Kernels",
     "Knobs",
@@ -74,6 +80,7 @@ __all__ = [
     "Pareto",
     "Perplexity",
     "Protocols",
+    "Placements",
     "Ruler",
     "SamplingSettings",
     "Sessions",
@@ -150,6 +157,7 @@ EXPERIMENTS: dict[str, type[Config]] = {
     "image_benchmarks": ImageBenchmarks,
     "image_sharing": ImageSharing,
     "interleaved": Interleaved,
+    "host_tier": HostTier,
     "kernels": Kernels,
     "knobs": Knobs,
     "latency": Latency,
@@ -160,6 +168,7 @@ EXPERIMENTS: dict[str, type[Config]] = {
     "pareto": Pareto,
     "perplexity": Perplexity,
     "protocols": Protocols,
+    "placements": Placements,
     "ruler": Ruler,
     "sessions": Sessions,
     "sharing": Sharing,
