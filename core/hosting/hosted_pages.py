@@ -25,15 +25,14 @@ from octavo.kernels.layout import pack_entries
 
 @dataclass(frozen=True)
 class _Leaving:
-    """n pages, ``first`` onwards of a row: their first units on the device, their ids in the host tier, and the copies
-    (source, target) int32 [n W K, 2] of their runs in layers that read everything; the targets once more, [n, W, K]."""
+    """n pages, ``first`` onwards of a row: their first units on the device, their ids in the host tier, and where their
+    runs in layers that read everything go, int32 [n, W, K] in units of one layer."""
 
     row: int
     first: int
     pages: Pages
     host_pages: list[int]
     whole: NDArray[np.int32]
-    whole_targets: NDArray[np.int32]
 
 
 class HostedPages:
@@ -49,9 +48,9 @@ class HostedPages:
       (p W + w)-th, counted over the layers of each of those pages.
     - digests, which do not move: a method chooses among pages that are away as among all others.
 
-    Nothing is ever refused for it: where the device has no room for frames, or the host none for pages, they stay in
-    the pool, and the tokens are the same. A sequence that is preempted gives everything back, and finds its pages in
-    the host tier by their keys when it comes again.
+    Nothing is ever refused for it: where the host has no room for pages, or the device none for frames and all pages
+    are shared, they stay in the pool, and the tokens are the same. A sequence that is preempted gives everything back,
+    and finds its pages in the host tier by their keys when it comes again.
 
     Maps on the device, a row a sequence (row 0 is that of those that have nothing away)::
 
@@ -109,7 +108,8 @@ class HostedPages:
         device.
 
         1. The host tier takes them, from the first on, as far as it has room.
-        2. The frames, which come with the first page, and more whole pages are taken from the pool.
+        2. The frames, which come with the first page, and more whole pages are taken from the pool; where it has no
+           room, they are pages that leave and that nobody else holds.
         3. The block table lets go of them. What is held behind them does not need them any longer.
         """
         first = sequence.away
@@ -124,18 +124,16 @@ class HostedPages:
         frames = self._hosting.frames if shelf is None else 0
         worth = len(taken) > (0 if shelf is not None else frames + self._whole_pages(last))
         held = 0 if shelf is None else shelf.whole.n_pages
-        units = (frames + self._whole_pages(last) - held) * self._size
-        if worth:
-            self._pool.prepare(units)
-        if not worth or units > self._pool.available:
+        got = self._room(sequence, first, last, frames + self._whole_pages(last) - held) if worth else None
+        if got is None:
             for page in reversed(taken):
                 self._host.unpin(page)
             return
         if shelf is None:
             shelf = sequence.shelf = self._open()
-            shelf.frames.extend(frames, sequence.layout)
-            self._set(self.frame_units, (shelf.row,), self._units(shelf.frames.pages()))
-        shelf.whole.extend(self._whole_pages(last), sequence.layout)
+            shelf.frames.append(got[:frames])
+            self._set(self.frame_units, (shelf.row,), self._units(got[:frames]))
+        shelf.whole.append(got[frames:])
         shelf.pages += taken
         self._leave(sequence, shelf, first, last)
 
@@ -149,17 +147,15 @@ class HostedPages:
         self._closed = False
         for leaving in self._leaving:
             where = leaving.row, slice(leaving.first, leaving.first + len(leaving.pages))
-            if len(leaving.whole):
-                runs = self._kv.view(-1, 1, *self._kv.shape[2:])
-                ops.copy_units(runs, upload(leaving.whole, self._kv.device), self._backend)
-                entries = slice(where[1].start * self._page_units, where[1].stop * self._page_units)
-                self.whole_entries[where[0], :, entries] = self._packed(leaving.whole_targets)
-            units = np.stack([self._host.units_of(page) for page in leaving.host_pages])
-            self._set(self.host_units, where, units.reshape(-1, self._group.slices, self._page_units))
-            if self._digests is not None:
+            if self._digests is not None:  # first: where the pages are, runs and frames may be soon
                 self._keep_digests(leaving)
                 rows = np.array(leaving.host_pages, np.int64) + self._digests.host_rows
                 self._set(self.digest_rows, where, rows)
+            units = np.stack([self._host.units_of(page) for page in leaving.host_pages])
+            units = units.reshape(-1, self._group.slices, self._page_units)
+            self._set(self.host_units, where, units)
+            if self._whole_at:
+                self._keep_whole(leaving, units)
             self.count[leaving.row] = where[1].stop
         self._leaving = []
 
@@ -254,19 +250,29 @@ class HostedPages:
         self._leaving = [leaving for leaving in self._leaving if leaving.row != row]
         self._closed = True
 
+    def _room(self, sequence: Sequence, first: int, last: int, wanted: int) -> Pages | None:
+        """So many pages of the device, with a reference each; None if there are none. Of pages ``first`` to ``last`` of
+        the sequence those serve that nobody else holds: they are in the host tier."""
+        self._pool.prepare(wanted * self._size)
+        if wanted * self._size <= self._pool.available:
+            return self._pool.allocate(wanted, self._size)
+        table = sequence.table
+        own = [page for at, page in enumerate(table.pages(first, last).tolist(), first) if not table.copy_needed(at)]
+        if len(own) < wanted:
+            return None
+        pages = np.array(own[:wanted], np.int32)
+        self._pool.withdraw(pages)
+        self._pool.retain(pages)
+        return pages
+
     def _leave(self, sequence: Sequence, shelf: Shelf, first: int, last: int) -> None:
-        pages = sequence.table.pages(first, last).copy()
+        pages, host_pages = sequence.table.pages(first, last).copy(), shelf.pages[first:last]
         layers, wide = self._kv.shape[1], len(self._whole_at)
-        source, target = self._units(pages), self._units(shelf.whole.pages())
         index = np.arange(first, last)[:, None] * wide + np.arange(wide)  # [n, W]
         page, at = np.divmod(index, layers * self._group.slices)
-        places = self._whole_at
-        from_units = source[:, [place.slice for place in places]]  # [n, W, K]; the first group's slices come first
-        from_units = from_units * layers + np.array([place.unit_layer for place in places], np.int32)[:, None]
-        to_units = target[page, at // layers] * layers + (at % layers)[..., None] if wide else from_units
-        pairs = np.stack([from_units, to_units], -1).reshape(-1, 2).astype(np.int32)
-        host_pages = shelf.pages[first:last]
-        self._leaving.append(_Leaving(shelf.row, first, pages, host_pages, pairs, to_units.astype(np.int32)))
+        units = self._units(shelf.whole.pages())
+        whole = units[page, at // layers] * layers + (at % layers)[..., None] if wide else units[:0]
+        self._leaving.append(_Leaving(shelf.row, first, pages, host_pages, whole.astype(np.int32)))
         self._widen(last)
         sequence.table.drop_before(last)
         self._pool.unchain(sequence.table.held)
@@ -282,6 +288,19 @@ class HostedPages:
             device, host = (np.array(side, np.int32) for side in zip(*new, strict=True))
             self._digests.keep(device, host)
             self._digested.update({page: self._host.serial(page) for page in host.tolist()})
+
+    def _keep_whole(self, leaving: _Leaving, host_units: NDArray[np.int32]) -> None:
+        """Bring the runs of layers that read everything to their places, from ``host_units`` int32 [n, slices, K]."""
+        unit_layers = np.array([place.unit_layer for place in self._whole_at], np.int32)
+        source = host_units[:, [place.slice for place in self._whole_at]]  # the first group's slices come first
+        source = source * self._kv.shape[1] + unit_layers[:, None]  # [n, W, K]
+        pairs = np.stack([source, leaving.whole], -1).reshape(-1, 2)
+        one_layer = (-1, 1, *self._kv.shape[2:])
+        ops.transfer(
+            self._host.kv.view(one_layer), self._kv.view(one_layer), upload(pairs, self._kv.device), self._backend
+        )
+        entries = slice(leaving.first * self._page_units, (leaving.first + len(leaving.pages)) * self._page_units)
+        self.whole_entries[leaving.row, :, entries] = self._packed(leaving.whole)
 
     def _whole_pages(self, pages: int) -> int:
         """Device pages into which the runs of ``pages`` pages in layers that read everything are packed."""

@@ -230,6 +230,13 @@ class PagePool:
         pages = np.array([page], np.int32)
         self.book.publish(pages, priority, recompute_s, int(self.size[page]) * self._unit_bytes)
 
+    def withdraw(self, pages: Pages) -> None:
+        """Held pages cannot be found any more: their memory is about to hold something else."""
+        for page in pages[self._findable[pages]].tolist():
+            self._idle.forgotten(page)
+            self.index.forget(page)
+        self._findable[pages] = False
+
     def unchain(self, pages: Pages) -> None:
         """Held pages, as far as they can be found, may be evicted before longer prefixes from now on, and what is in
         front of them need not be held."""

@@ -175,13 +175,32 @@ class TestMemory:
         for i, prompt in prompts.items():
             assert together[i].samples[0].token_ids == one(engine_for(model), drain, chosen, prompt).token_ids
 
-    def test_a_pool_without_room_for_frames_too(self, model, engine_for, hosted_engine, drain, assert_nothing_pinned):
-        """The prompt fills the pool but for three pages, fewer than frames take."""
-        chosen = make("quest", dense_layers=[])
+    @pytest.mark.parametrize("dense_layers", [[], [0]])
+    def test_frames_in_place_of_pages(
+        self, dense_layers, model, engine_for, hosted_engine, drain, assert_nothing_pinned
+    ):
+        """The prompt fills the pool but for three pages, fewer than frames take: pages that leave become frames."""
+        chosen, stats = make("quest", dense_layers=dense_layers), []
         engine = hosted_engine(model, pool_tokens=26 * 4)
-        sample = one(engine, drain, hosted(chosen), max_tokens=12)
+        engine.submit(PROMPT, params(max_tokens=12), method=hosted(chosen), request_id="a")
+        sample = drain(engine, lambda _: stats.append(engine.stats())).completions["a"].samples[0]
         assert_same(sample, one(engine_for(model), drain, chosen, max_tokens=12))
-        assert sample.resident_lookups == 0
+        assert stats[1].units_held == 7 + 7 * len(dense_layers) + 2 and stats[1].host_units_pinned == 21
+        assert stats[1].units_cached == 21 - 7 - 7 * len(dense_layers), "what became a frame is found in the host tier"
+        assert_nothing_pinned(engine)
+        again = one(engine, drain, None, max_tokens=2)
+        assert again.token_ids == one(engine_for(model), drain, None, max_tokens=2).token_ids
+
+    def test_pages_of_others_are_no_frames(self, model, engine_for, hosted_engine, drain, assert_nothing_pinned):
+        """A dense request holds the same pages, and the pool is full: they stay where they are."""
+        chosen = make("quest", dense_layers=[])
+        engine = hosted_engine(model, pool_tokens=29 * 4)
+        engine.submit(PROMPT, params(max_tokens=10), request_id="dense")
+        engine.step()
+        engine.submit(PROMPT, params(max_tokens=6), method=hosted(chosen), request_id="host")
+        done = drain(engine).completions
+        assert done["host"].samples[0].resident_lookups == 0
+        assert done["host"].samples[0].token_ids == one(engine_for(model), drain, chosen, max_tokens=6).token_ids
         assert_nothing_pinned(engine)
 
 
