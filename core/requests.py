@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 from octavo.core import interrupts, sizing
 from octavo.core.config import SamplingParams
 from octavo.core.encoding.reusing import extended, validate_reused
-from octavo.core.interfaces import Hosting, SegmentReuse, SparseMethod
+from octavo.core.hosting.refusals import hosting_of, require_host_room, require_host_tier
+from octavo.core.interfaces import SegmentReuse, SparseMethod
 from octavo.core.memory.page_layout import PageLayout
 from octavo.core.memory.prefix_cache import root_key
 from octavo.core.sequence import Request, Sequence
 from octavo.core.shared_list import SharedList
-from octavo.kernels.layout import MAX_UNITS
 
 if TYPE_CHECKING:
     from octavo.core.engine import Engine
@@ -26,32 +26,7 @@ def validate_method(method: SparseMethod, engine: Engine) -> None:
     method.validate(engine.spec, engine.config.text_page_tokens)
     if getattr(method, "compressor", None) is not None:
         engine._compaction.validate()
-    hosting = hosting_of(method, engine)
-    if hosting is None:
-        return
-    if engine._host is None:
-        raise ValueError(
-            f"{method.name} keeps its pages in host memory, and host_tokens=0 gives it none; set host_tokens to what "
-            f"the requests that run at once have together, at least {engine._max_tokens} for the longest"
-        )
-    if any(engine.spec.windows) and not engine.config.layer_groups:
-        raise ValueError(
-            f"{method.name} keeps its pages in host memory, and layers of {engine.spec.name} with a window would miss "
-            "them there; set layer_groups=True, so that those have tables of their own"
-        )
-    runs = engine._pool.most_units * engine._plan.unit_layers
-    if hosting.whole_layers and runs >= MAX_UNITS:
-        raise ValueError(
-            f"{method.name} keeps dense layers apart from the others, so the pool counts as {runs} units of one layer, "
-            f"more than the {MAX_UNITS - 1} that a table entry can name; set a smaller pool, or dense_layers=[]"
-        )
-
-
-def hosting_of(method: SparseMethod, engine: Engine) -> Hosting | None:
-    """How a method's pages lie in the host tier; None if they stay in the pool."""
-    ask = getattr(method, "hosting", None)
-    hosting: Hosting | None = ask(engine.spec, engine.config.text_page_tokens) if ask is not None else None
-    return hosting
+    require_host_tier(method, engine)
 
 
 def require_room(
@@ -75,14 +50,7 @@ def require_room(
                 f"method {method.name!r} chooses among pages of one size, and this prompt has segments with "
                 "pages of their own; sparse methods over several page sizes are not built yet"
             )
-        if engine._host is not None and hosting_of(method, engine) is not None:
-            pages = layout.full_pages(prompt_tokens + required - 1)
-            units = pages * layout.page_entries(0) * engine._plan.groups[0].slices
-            if units > engine._host.units_total:
-                raise ValueError(
-                    f"{method.name} keeps {pages} pages of a request of {prompt_tokens} + {required} tokens in host "
-                    f"memory: {units} units, and the host tier has {engine._host.units_total}; raise host_tokens"
-                )
+        require_host_room(method, engine, layout, prompt_tokens, required)
 
 
 def new_request(
