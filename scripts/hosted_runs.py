@@ -96,7 +96,7 @@ def serve(engine: Engine, asked: Sequence[list[int]], method: SparseMethod, new_
     """Decode ``new_tokens`` after each prompt, greedily, all at once.
 
     Steps count as decoding, and are timed, while every request that has not ended has its first token.
-    ``units_held_decoding`` is what is held when half of the new tokens are there.
+    ``units_held_decoding`` is what is held in the step before the first of them ends.
     """
     from octavo.core import SamplingParams
 
@@ -123,7 +123,7 @@ def serve(engine: Engine, asked: Sequence[list[int]], method: SparseMethod, new_
             counts[output.request_id] += len(output.new_token_ids)
             if output.completion is not None:
                 completions[output.request_id] = output.completion
-        if not completions and sum(counts.values()) >= len(ids) * new_tokens // 2 and not held:
+        if not completions:
             held, pinned = engine.stats().units_held, engine.stats().host_units_pinned
     engine.check()
     after = engine.stats()

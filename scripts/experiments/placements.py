@@ -21,7 +21,7 @@ NOTES = (
     "together.",
     "same tokens: requests whose tokens are those of the placement resident, which keeps all pages in the pool. Bits "
     "are the same for one batch; others that run beside a request may turn a near tie.",
-    "KV held while decoding: bytes of the pool, and of pinned host pages, when half of the new tokens are there.",
+    "KV held while decoding: bytes of the pool, and of pinned host pages, before the first request ends.",
 )
 
 

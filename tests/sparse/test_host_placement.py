@@ -276,10 +276,16 @@ class TestLife:
         assert_nothing_pinned(engine)
 
     def test_preemption_when_memory_is_short(self, model, engine_for, hosted_engine, drain, assert_nothing_pinned):
+        """An urgent request takes the frames of two others."""
         chosen = make("quest")
-        prompts = {str(i): random.Random(i).choices(range(3, 128), k=70 + i) for i in range(4)}
-        engine = hosted_engine(model, pool_tokens=45 * 4)
-        together = run(engine, drain, {i: (prompt, params(), hosted(chosen)) for i, prompt in prompts.items()})
+        prompts = {str(i): random.Random(i).choices(range(3, 128), k=70 + i) for i in range(2)}
+        engine = hosted_engine(model, pool_tokens=34 * 4)
+        for i, prompt in prompts.items():
+            engine.submit(prompt, params(), method=hosted(chosen), request_id=i)
+        for _ in range(4):
+            engine.step()
+        engine.submit(PROMPT, params(max_tokens=4), request_id="urgent", priority=1)
+        together = drain(engine).completions
         assert engine.stats().preemptions > 0
         for i, prompt in prompts.items():
             alone = one(engine_for(model), drain, chosen, prompt)
