@@ -88,7 +88,7 @@ class TestPlacements:
     ARGUMENTS = ("experiment=placements", "requests=4", "pool_requests=1", *SMALL)
 
     def test_a_run(self, octavo: Command, tiny_model: Path) -> None:
-        outcome = octavo(*self.ARGUMENTS, f"model.path={tiny_model}", "pool_requests=2")
+        outcome = octavo(*self.ARGUMENTS, f"model.path={tiny_model}", "pool_requests=3")
         assert outcome.code == 0, outcome.err
         resident, host = outcome.metrics["rows"]
         assert (resident["policy"], host["policy"]) == ("resident", "host")
