@@ -47,7 +47,6 @@ from octavo.scripts.schema_memory import (
     Sharing,
 )
 from octavo.scripts.schema_multimodal import ImageBenchmarks, Interleaved, PageRatio, Sessions
-from octavo.scripts.schema_multimodal import Interleaved, PageRatio
 from octavo.scripts.schema_placements import HostTier, Placements
 from octavo.scripts.schema_quality import Calibrate, MultiTurn, Perplexity, Ruler
 from octavo.scripts.schema_serving import Latency, Throughput
@@ -66,9 +65,9 @@ __all__ = [
     "EngineSettings",
     "Generate",
     "Heads",
+    "HostTier",
     "ImageBenchmarks",
     "ImageSharing",
-    "HostTier",
     "Interleaved",
     "Kernels",
     "Knobs",
@@ -79,8 +78,8 @@ __all__ = [
     "PageSize",
     "Pareto",
     "Perplexity",
-    "Protocols",
     "Placements",
+    "Protocols",
     "Ruler",
     "SamplingSettings",
     "Sessions",
