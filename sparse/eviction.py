@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import ClassVar, Literal, cast
@@ -26,6 +26,9 @@ class Candidates:
     page_tokens: int
     max_pages: int
     n_pages: Tensor
+
+    def once(self, key: Hashable, make: Callable[[], Tensor]) -> Tensor:
+        return make()
 
 
 class ReadsKept:
