@@ -17,10 +17,11 @@ from octavo.core import interrupts, sizing
 from octavo.core.compression.compaction import Compaction
 from octavo.core.config import EngineConfig, SamplingParams
 from octavo.core.detokenizer import Detokenizer
+from octavo.core.drafts import take_drawn
 from octavo.core.encoding.encoded_items import EncodedItems
 from octavo.core.encoding.items import image_encoder, with_image_pages
 from octavo.core.encoding.reusing import compare_images, validate_reuse
-from octavo.core.execution.sampler import record_known, sample
+from octavo.core.execution.sampler import Draw, record_known, sample
 from octavo.core.execution.step_runner import Flight, Row, StepRunner
 from octavo.core.hf_model import HFModel, load
 from octavo.core.inspection import capacity_report
@@ -288,7 +289,9 @@ class Engine:
         if self._flight is None or (self.recorder is not None and self.recorder.reads_tokens):
             return []
         alive = [c.sequence for c in self._flight.chunks if c.sequence.finish_reason is None]
-        following = [s for s in alive if s.generated + 1 < s.request.params.max_tokens]
+        if any(s.undecided for s in alive):
+            return []
+        following = [s for s in alive if s.drafting or s.generated + 1 < s.request.params.max_tokens]
         following = [s for s in following if len(s.tokens) + 1 < self._max_tokens]
         sure = self._scheduler.nobody_else(len(alive), following) and self._runner.carries(following)
         return following if sure else []
@@ -301,14 +304,15 @@ class Engine:
         """
         before, self._flight = self._flight, None
         assert before is not None
+        known = [sequence for sequence in following if not sequence.drafting]  # drafts have their place already
         try:
-            for sequence in following:
+            for sequence in known:
                 sequence.tokens.append(UNREAD)
             plan = self._scheduler.decode(following)
             self._runner.queue_copies(plan.copies)
             self._next(plan)
         except BaseException:
-            for sequence in following:
+            for sequence in known:
                 sequence.tokens.remove_last()
                 sequence.computed = min(sequence.computed, len(sequence.tokens))
             self._flight = before
@@ -327,6 +331,10 @@ class Engine:
             sequence = chunk.sequence
             if sequence.finish_reason is not None:
                 continue
+            if chunk.draft:
+                sequence.drafts.tokens[chunk.end - len(sequence.tokens)] = token
+                continue
+            sequence.drafts.begin()
             if len(sequence.tokens) == chunk.end:
                 sequence.tokens.append(token)
             else:
@@ -347,7 +355,9 @@ class Engine:
             self._flight = self._runner.launch(plan, self._scheduler)
             self._steps += 1
             for chunk in plan.chunks:
-                chunk.sequence.computed = chunk.end
+                chunk.settle()
+                if chunk.draft:
+                    chunk.sequence.drafts.tokens.append(UNREAD)
             return
         began = time.perf_counter()
         try:
@@ -358,7 +368,7 @@ class Engine:
         self._steps += 1
         try:
             for chunk in plan.chunks:
-                chunk.sequence.computed = chunk.end
+                chunk.settle()
                 self._publish(chunk.sequence)
             self._compaction.run([chunk.sequence for chunk in plan.chunks])
             self._read_logits(logits, rows)
@@ -498,26 +508,24 @@ class Engine:
             self._host.store(units, node, group)
 
     def _read_logits(self, logits: torch.Tensor, rows: list[Row]) -> None:
-        """Record known tokens' log-probabilities, fork the samples of finished prompts, draw, and see who is done."""
+        """Record known tokens' log-probabilities, fork the samples of finished prompts, draw, judge drafts, and see who
+        is done."""
         known = [i for i, row in enumerate(rows) if row.position + 1 < len(row.chunk.sequence.tokens)]
         if known:
             record_known(logits[known], [(rows[i].chunk.sequence, rows[i].position) for i in known])
-        drawing: list[tuple[int, TokenSequence]] = []
+        drawing: list[tuple[int, Draw]] = []
         for i, row in enumerate(rows):
-            if row.position + 1 == len(row.chunk.sequence.tokens):
-                sequence = row.chunk.sequence
-                drawing += [(i, sequence), *((i, child) for child in self._fork_samples(sequence))]
+            sequence, behind = row.chunk.sequence, row.position + 1 - len(row.chunk.sequence.tokens)
+            if behind >= 0:
+                drawing.append((i, Draw(sequence, behind, row.chunk.draft)))
+                drawing += [(i, Draw(child)) for child in self._fork_samples(sequence)]
         for sequence in dict.fromkeys(row.chunk.sequence for row in rows):
             if sequence.forced and sequence.computed == sequence.goal:
                 self._undelivered.append(self._finish(sequence, "stop"))
         if drawing:
-            sequences = [sequence for _, sequence in drawing]
-            drawn = sample(logits[[i for i, _ in drawing]], sequences, self._eos, self._runner.backend)
-            for sequence, token, logprobs in zip(sequences, drawn.tokens, drawn.logprobs, strict=True):
-                if logprobs is not None:
-                    sequence.sample_logprobs.append(logprobs)
-                sequence.tokens.append(token)
-                self._undelivered.append(self._take(sequence, token))
+            draws = [draw for _, draw in drawing]
+            drawn = sample(logits[[i for i, _ in drawing]], draws, self._eos, self._runner.backend)
+            take_drawn(self, draws, drawn)
 
     def _fork_samples(self, first: TokenSequence) -> list[TokenSequence]:
         """The other samples of a request, sharing every page of the first; without a free place they wait."""

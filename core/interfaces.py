@@ -448,6 +448,20 @@ class SparseMethod(Protocol):
         ...
 
 
+@runtime_checkable
+class Drafter(Protocol):
+    """What a sparse method also has whose tokens are drafts (``octavo.core.drafts``): ``draft`` chooses what
+    they read, up to ``drafts`` of them at a time, and the full cache says which stand. ``forced_acceptance`` is None,
+    or the probability of it."""
+
+    @property
+    def draft(self) -> SparseMethod: ...
+    @property
+    def drafts(self) -> int: ...
+    @property
+    def forced_acceptance(self) -> float | None: ...
+
+
 # The parts that a method is made of (octavo.sparse.method.Method). H is Hkv, or 1 where all heads agree.
 
 

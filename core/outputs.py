@@ -9,6 +9,20 @@ TokenLogprobs = dict[int, float]
 
 
 @dataclass
+class DraftCounts:
+    """What became of a sample's drafts (``octavo.core.drafts``).
+
+    Each of ``verifications`` dense passes looks at its drafts in order, up to the first wrong one: ``accepted`` and
+    ``rejected`` are those that were looked at, and ``drafted`` are all.
+    """
+
+    drafted: int = 0
+    accepted: int = 0
+    rejected: int = 0
+    verifications: int = 0
+
+
+@dataclass
 class Sample:
     """One continuation of a prompt.
 
@@ -17,15 +31,17 @@ class Sample:
         text: the decoded text, without special tokens and cut at a stop string.
         finish_reason: "stop", "length", "abort" or "capacity" (the pool could not hold one more token of it alone).
         logprobs: one ``{token_id: log-probability}`` a new token, if asked for.
-        decode_steps: forward passes that computed one token of this sample after its prompt.
-        kv_bytes_read: bytes of K and V in the pool behind the table entries that the kernels of those passes were
-            given, over all layers and KV heads.
+        decode_steps: tokens after the prompt that were computed, one a forward pass; or, where drafts are verified,
+            several.
+        kv_bytes_read: bytes of K and V in the pool behind the table entries that the kernels of those passes, and of
+            those for drafts, were given, over all layers and KV heads.
         digest_bytes_read: bytes of page digests (and, for an oracle, of K) that were read to choose those entries.
         inserted: what a session's producers added, each behind how many of ``token_ids``, which hold none of it.
         kv_bytes_resident: bytes of the units of the device's pool that it held when it ended, whoever else holds them.
         host_bytes_read: bytes of K and V that came from the host tier for them, under a method whose pages lie there.
         resident_lookups: pages, one a layer and KV head, that such a method chose among those that lie there.
         resident_misses: those of them that were not on the device.
+        drafts: what became of its drafts, under a method that drafts.
     """
 
     token_ids: list[int]
@@ -40,6 +56,7 @@ class Sample:
     host_bytes_read: int = 0
     resident_lookups: int = 0
     resident_misses: int = 0
+    drafts: DraftCounts = field(default_factory=DraftCounts)
 
 
 @dataclass

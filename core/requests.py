@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING
 
 from octavo.core import interrupts, sizing
 from octavo.core.config import SamplingParams
+from octavo.core.drafts import DraftRule
 from octavo.core.encoding.reusing import extended, validate_reused
 from octavo.core.hosting.refusals import hosting_of, require_host_room, require_host_tier
-from octavo.core.interfaces import SegmentReuse, SparseMethod
+from octavo.core.interfaces import Drafter, SegmentReuse, SparseMethod
 from octavo.core.memory.page_layout import PageLayout
 from octavo.core.memory.prefix_cache import root_key
 from octavo.core.sequence import Request, Sequence
@@ -89,6 +90,12 @@ def new_request(
         raise ValueError(
             f"unseen_tokens={unseen_tokens!r} must be 0 or more, and fewer than the prompt's {len(prompt)}"
         )
+    rule = None
+    if isinstance(method, Drafter):
+        most = min(method.drafts, engine.config.step_tokens - 1)  # they are verified in one step
+        beyond = engine._runner.whole_tokens(method.draft)
+        rule = DraftRule(method.draft, most, beyond, engine._max_tokens, method.forced_acceptance)
+        method = None
     arrival = engine._arrivals
     while request_id is None and f"request-{arrival}" in engine._requests:
         arrival += 1
@@ -107,6 +114,7 @@ def new_request(
         compressor=getattr(method, "compressor", None),
         unseen_tokens=unseen_tokens,
         hosting=None if method is None else hosting_of(method, engine),
+        drafting=rule,
     )
 
 

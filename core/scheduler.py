@@ -25,15 +25,35 @@ if TYPE_CHECKING:
 
 @dataclass
 class Chunk:
-    """Tokens ``start`` to ``start + count`` of a sequence, to be computed in one step."""
+    """Tokens ``start`` to ``start + count`` of a sequence, to be computed in one step. ``draft``: the token that this
+    yields is a draft, and the KV counts for nothing."""
 
     sequence: Sequence
     start: int
     count: int
+    draft: bool = False
 
     @property
     def end(self) -> int:
         return self.start + self.count
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.sequence.token_ids(self.start, self.end)
+
+    @property
+    def verifies(self) -> bool:
+        """Whether its last tokens are drafts, to be verified."""
+        return not self.draft and self.end > len(self.sequence.tokens)
+
+    def settle(self) -> None:
+        """It is computed: its KV stands as far as its tokens are known."""
+        if self.draft:
+            return
+        counts, drafts = self.sequence.drafts.counts, max(0, self.end - len(self.sequence.tokens))
+        counts.verifications += drafts > 0
+        counts.drafted += drafts
+        self.sequence.computed = self.end - drafts
 
 
 @dataclass
@@ -122,6 +142,10 @@ class Scheduler:
         compute what is not, come right in front of it (``octavo.core.encoding.sources``). A source that is done is
         parked until then. If its pages are lost all the same, its second turn ends admission for whoever comes later.
 
+        A sequence that drafts (``octavo.core.drafts``) goes on one token at a time behind ``computed``, and then
+        computes all of these again as one chunk. When one verifies, all that have drafts do, so that they stay in step
+        with one another.
+
         An image whose tokens see one another is computed in one step. Where it does not fit into what is left of a
         step it waits, and as its sequence was then served least recently, it comes first in the next; a sequence that
         begins with such an image is admitted with the pages of its prefix hit alone.
@@ -138,6 +162,9 @@ class Scheduler:
         self._end_sources()
         waiting = set(self.waiting)
         admitting = True
+        if any(s.drafts.tokens and not s.drafting for s in self.running):
+            for s in self.running:
+                s.drafts.called = bool(s.drafts.tokens)
 
         def turn(s: Sequence) -> tuple[int, ...]:
             return -s.request.priority, s in waiting, 0 if s in waiting else s.served_at, *_age(s)
@@ -193,7 +220,7 @@ class Scheduler:
         run, and there is room."""
         if self.waiting or len(self.running) != running:
             return False
-        return sum(s.units_for(1) for s in sequences if s.computed >= s.writable) <= self._pool.available
+        return sum(s.units_for(1) for s in sequences if s.frontier >= s.writable) <= self._pool.available
 
     def decode(self, sequences: list[Sequence]) -> StepPlan:
         """The plan that ``schedule`` would make if there is ``nobody_else``, without looking around: most sequences
@@ -206,8 +233,8 @@ class Scheduler:
         plan = StepPlan(ahead=True)
         windowed = any(group.window for group in self._plan.groups)
         for sequence in sequences:
-            if sequence.computed < sequence.writable and not windowed:
-                plan.chunks.append(Chunk(sequence, sequence.computed, 1))
+            if sequence.frontier < sequence.writable and not windowed:
+                plan.chunks.append(Chunk(sequence, sequence.frontier, 1, sequence.drafting))
                 sequence.served_at = self._step
             else:
                 self._serve(sequence, 1, plan)
@@ -311,6 +338,9 @@ class Scheduler:
         """Place the next ``count`` tokens of a running sequence, making room for them if need be."""
         sequence.drop_unseen()
         self._pool.prepare(sequence.units_for(count))
+        if (sequence.drafting or sequence.drafts.tokens) and sequence.units_for(count) > self._pool.available:
+            sequence.drafts.cut(0)
+            count = 1
         while sequence.units_for(count) > self._pool.available:
             victim = max(self.running, key=_worth)
             if self.parked:
@@ -434,16 +464,19 @@ class Scheduler:
     def _place(self, sequence: Sequence, count: int, plan: StepPlan) -> None:
         """Give a chunk its pages and put it in the plan."""
         assert count > 0, "a chunk has tokens"
-        layout = sequence.layout
-        first, last = sequence.first_written(count), layout.pages_for(sequence.computed + count)
+        layout, draft = sequence.layout, sequence.drafting
+        if sequence.drafts.tokens and not draft:
+            sequence.drafts.cut(count - 1)
+        stop = sequence.frontier + count
+        first, last = sequence.first_written(count), layout.pages_for(stop)
         for table in sequence.tables:
             if first < table.n_pages and table.copy_needed(first):
                 plan.copies.append(table.copy_on_write(first))
             table.extend(last, layout)
         sequence.writable = layout.first_token(last)
-        plan.chunks += [Chunk(sequence, start, stop - start) for start, stop in sequence.pieces(count)]
-        if self.recorder is not None:
-            self.recorder.placed(sequence, sequence.computed + count)
+        plan.chunks += [Chunk(sequence, start, end - start, draft) for start, end in sequence.pieces(count)]
+        if self.recorder is not None and not draft:
+            self.recorder.placed(sequence, min(stop, len(sequence.tokens)))
         sequence.served_at = self._step
 
     def _end_sources(self) -> None:

@@ -15,6 +15,7 @@ from octavo.core.compression.interfaces import Compressor
 from octavo.core.compression.kept_set import KeptSet, Point
 from octavo.core.compression.observation import Observation
 from octavo.core.config import SamplingParams
+from octavo.core.drafts import DraftRule, Drafts
 from octavo.core.encoding.item import ItemSpan
 from octavo.core.encoding.pieces import pieces, reach, reused
 from octavo.core.encoding.sources import Loan, find_loans, find_nodes, lent_nodes, source_request
@@ -50,7 +51,8 @@ class SparseSpan(NamedTuple):
 class Request:
     """One prompt and its samples. ``unforked`` samples will branch off the first when the prompt is computed.
 
-    ``layout`` says how its tokens fall into pages.
+    ``method`` shapes its KV, ``drafting`` only drafts; it has one of them at most. ``layout`` says how its tokens fall
+    into pages.
     ``hosting`` says how its pages lie in the host tier, if the method reads them from there. ``keep``, if given, takes
     the ended sequence over with its pages (a session's turn), and may change the news of it.
     ``error`` ended it, if any. ``streamed``: its text is made as its tokens come. ``markers``, token ids and texts, end
@@ -70,6 +72,7 @@ class Request:
     unforked: int
     compressor: Compressor | None = None
     unseen_tokens: int = 0
+    drafting: DraftRule | None = None
     sequences: list[Sequence] = field(default_factory=list)
     cached_tokens: int | None = None
     keep: Callable[[Sequence, StepOutput], None] | None = None
@@ -84,13 +87,17 @@ class Request:
         on what was drawn, all pages of one size and on the device, nothing that a method's choice of pages waits
         for."""
         params = self.params
+        return params.logprobs is None and params.prompt_logprobs is None and self.drafts_on_device
+
+    @cached_property
+    def drafts_on_device(self) -> bool:
+        """The same of its drafts, of which nobody asks for log-probabilities."""
+        chooser = self.method if self.drafting is None else self.drafting.method
         return (
-            params.logprobs is None
-            and params.prompt_logprobs is None
-            and params.repetition_penalty == 1.0
+            self.params.repetition_penalty == 1.0
             and self.layout.uniform
             and self.hosting is None
-            and not getattr(self.method, "waits", False)
+            and not getattr(chooser, "waits", False)
         )
 
     @property
@@ -118,6 +125,9 @@ class Sequence:
         tokens  [ prompt ............ | generated (or, when scoring, forced) ... ]
                 0          computed ^               goal ^
                 [ dense: any chunk    | sparse: one token a step                 ]
+
+    ``drafts`` are tokens behind these that may not stand (``octavo.core.drafts``); to all but those who compute them
+    they do not exist.
 
     Positions of an image hold its placeholder in ``tokens``, which is no token id (``Item.placeholder``).
 
@@ -156,6 +166,7 @@ class Sequence:
         if request.method is not None:
             seed = self.seed if request.method.draws else 0
             self.sparse_spans = [SparseSpan(len(request.prompt), NEVER, seed)]
+        self.drafts = Drafts(request.drafting)
         self.points: list[Point] = []
         if request.compressor is not None:
             at = len(request.prompt) - request.unseen_tokens
@@ -212,6 +223,34 @@ class Sequence:
         """Tokens to compute: all of them, but for the last one when its successor is not wanted."""
         return len(self.tokens) - 1 if self.forced else len(self.tokens)
 
+    @property
+    def drafting(self) -> bool:
+        """Whether its next token is a draft. Otherwise its drafts, if there are any, are verified."""
+        request = self.request
+        return (
+            self.drafts.wanted(len(self.tokens), len(request.prompt) + request.params.max_tokens)
+            and self.computed + 1 == len(self.tokens)
+            and self.generated > 0
+            and not (self.forced or request.unforked)
+        )
+
+    @property
+    def undecided(self) -> bool:
+        """Whether what it computes after the token that is under way depends on that token: drafts begin, or are
+        verified."""
+        rule = self.drafts.rule
+        return rule is not None and len(self.tokens) >= rule.beyond and not self.drafting
+
+    @property
+    def frontier(self) -> int:
+        """The next token to compute: the first without exact KV, or while more drafts are wanted, the last of them."""
+        return self.computed + len(self.drafts.tokens) if self.drafting else self.computed
+
+    def token_ids(self, start: int, stop: int) -> list[int]:
+        """Tokens ``start`` to ``stop`` (exclusive), drafts included."""
+        known = len(self.tokens)
+        return self.tokens[start:stop] + self.drafts.tokens[max(0, start - known) : max(0, stop - known)]
+
     def result(self) -> Sample:
         """What the user gets of it when it has ended."""
         return Sample(
@@ -226,13 +265,14 @@ class Sequence:
             host_bytes_read=self.host_bytes_read,
             resident_lookups=self.resident_lookups,
             resident_misses=self.resident_misses,
+            drafts=self.drafts.counts,
         )
 
     def chunk(self, room: int) -> int:
         """Tokens that a step with room for so many may compute. An item that must not be split goes whole, or not at
         all; 0 if it does not fit."""
         stop = reach(self.layout, self.computed, min(self.chunk_limit(), room))
-        return self.layout.unsplit(min(stop, self.goal)) - self.computed
+        return self.layout.unsplit(min(stop, self.goal + len(self.drafts.tokens))) - self.computed
 
     def fitting(self, tokens: int) -> int:
         """The same where there is room for the pages of so many tokens, computed in this step or not."""
@@ -241,9 +281,10 @@ class Sequence:
 
     def pieces(self, tokens: int) -> list[tuple[int, int]]:
         """What has to be computed of the next ``tokens`` tokens, in stretches."""
+        start = self.frontier
         if self.layout.uniform:
-            return [(self.computed, self.computed + tokens)] if tokens else []
-        return pieces(self.layout, self.computed, self.computed + tokens)
+            return [(start, start + tokens)] if tokens else []
+        return pieces(self.layout, start, start + tokens)
 
     def work(self, tokens: int) -> int:
         """How many of the next ``tokens`` tokens have to be computed."""
@@ -251,7 +292,9 @@ class Sequence:
 
     def chunk_limit(self) -> int:
         """Tokens that may be computed in one step."""
-        left = self.goal - self.computed
+        if self.drafting:
+            return 1
+        left = self.goal + len(self.drafts.tokens) - self.computed
         if self.points:
             left = min(left, self.due.at - self.computed)
         if self.logprobs_from is not None:
@@ -278,7 +321,7 @@ class Sequence:
         """Whether its next token can be computed and drawn without the host; see ``Request``."""
         request = self.request
         return (
-            request.draws_on_device
+            (request.drafts_on_device if self.drafting else request.draws_on_device)
             and not request.unforked
             and not self.forced
             and request.compressor is None
@@ -328,12 +371,12 @@ class Sequence:
 
     def first_written(self, count: int) -> int:
         """The first page that the next ``count`` tokens are written to."""
-        return self.layout.page_of(next((start for start, _ in self.pieces(count)), self.computed))
+        return self.layout.page_of(next((start for start, _ in self.pieces(count)), self.frontier))
 
     def units_for(self, count: int) -> int:
         """Units that the next ``count`` tokens take from the pool: new pages, and one for a copy on write."""
         layout, first = self.layout, self.first_written(count)
-        last = layout.pages_for(self.computed + count)
+        last = layout.pages_for(self.frontier + count)
         units = 0
         for table in self.tables:
             if last > table.n_pages:
@@ -424,6 +467,7 @@ class Sequence:
                 return
         for table in self.tables:
             table.truncate(pages)
+        self.drafts.begin()
         self.computed, self.writable, self.full_at = tokens, 0, 0
         self.nodes = SharedList(self.nodes[:pages])
         self._keys = SharedList(self._keys[:pages])
@@ -439,6 +483,7 @@ class Sequence:
         self.kept = self.observation = self.shelf = None
         self.computed = self.compressed = self.writable = self.full_at = 0
         self.nodes = SharedList()
+        self.drafts.begin()
 
 
 class PrefixMatch(NamedTuple):

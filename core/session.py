@@ -109,7 +109,7 @@ class Session:
         """Enter a turn, or a leg of one, on the pages that are left."""
         engine = self._engine
         sequence = TokenSequence(request, 0, SharedList(request.prompt), engine._pool, engine._plan)
-        if self._method is not None:
+        if request.method is not None:
             sequence.sparse_spans = [*self._spans, *sequence.sparse_spans]
             sequence.points = self._points = [*self._points, *map(self._observed, sequence.points)]
         engine._enter(request, sequence)
@@ -183,7 +183,7 @@ class Session:
         assert turn is not None and output.completion is not None
         prompt = len(sequence.request.prompt)
         kept = self._kept_tokens(sequence)
-        if self._method is not None:
+        if sequence.request.method is not None:
             self._spans.append(sequence.sparse_spans[-1]._replace(stop=prompt + len(kept)))
         self.tokens = sequence.request.prompt + kept
         common = prompt
@@ -223,7 +223,7 @@ class Session:
             layout = self._layout if read is None else self._layout.extended(len(self.tokens), read.segments)
             tokens = self.tokens if read is None else self.tokens + read.tokens
             params = turn.next_params()
-            require_room(engine, layout, len(tokens), params, request.method)
+            require_room(engine, layout, len(tokens), params, self._method)
         except CancelledError:
             pass
         except Exception as failure:  # a producer is the user's: whatever it raises, others go on

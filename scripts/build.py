@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from octavo.core.interfaces import SegmentEncoder, SegmentReuse, SparseMethod
 
 DENSE = "dense"
+DRAFT = "draft"
+"""The part of a method that is a method itself (``octavo.sparse.lossless``)."""
 DTYPES = {"auto": "auto", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 
@@ -200,7 +202,8 @@ def method(name_or_path: str, *, budget_tokens: int | None = None, **overrides: 
         name_or_path: a file of ``configs/sparse/`` or of ``sparse/`` in a folder on ``hydra.searchpath``, without its
             ending; or the path of a YAML file. Either may build on others by a defaults list.
         budget_tokens: ``tokens`` of the method's budget, if it has one.
-        overrides: what else to change, by part: ``keep={"sink_tokens": 4}``.
+        overrides: what else to change, by part: ``keep={"sink_tokens": 4}``. A part that is a method itself may be
+            named: ``method("lossless", draft="tidal")``; the budget is its budget.
 
     Raises:
         ConfigError: an unknown method, with the nearest name, or parts that do not fit together.
@@ -214,8 +217,14 @@ def _method(name_or_path: str, budget_tokens: int | None, overrides: Mapping[str
     if name_or_path == DENSE:
         return None
     recipe = _compose(name_or_path)
-    if budget_tokens is not None and OmegaConf.select(recipe, "budget.tokens") is not None:
-        recipe.budget.tokens = budget_tokens
+    overrides = dict(overrides)
+    if isinstance(overrides.get(DRAFT), str) and DRAFT in recipe:
+        if overrides[DRAFT] == DENSE:
+            raise ConfigError(f"method {name_or_path}: {DRAFT}={DENSE} would spare nothing; give a sparse method")
+        recipe[DRAFT] = _compose(overrides.pop(DRAFT))
+    for made in (recipe, recipe.get(DRAFT)):
+        if budget_tokens is not None and made is not None and OmegaConf.select(made, "budget.tokens") is not None:
+            made.budget.tokens = budget_tokens
     if "_target_" not in recipe:
         raise ConfigError(
             f"method {name_or_path}: no _target_ says what to build; octavo.sparse.method.Method, usually"
@@ -225,7 +234,7 @@ def _method(name_or_path: str, budget_tokens: int | None, overrides: Mapping[str
             known = [str(part) for part in recipe]
             raise ConfigError(f"method {name_or_path}: no part {key!r}; {nearest(key, known)}parts: {', '.join(known)}")
     try:
-        built = instantiate(OmegaConf.merge(recipe, dict(overrides)), _convert_="all")
+        built = instantiate(OmegaConf.merge(recipe, overrides), _convert_="all")
     except (HydraException, OmegaConfBaseException, ValueError, TypeError, AttributeError) as error:
         raise ConfigError(f"method {name_or_path}: {_root_cause(error)}") from error
     lacking = [part for part in ("name", "validate", "select", "resolve") if not hasattr(built, part)]

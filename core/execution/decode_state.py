@@ -45,10 +45,15 @@ class DecodeState:
         """The rows may hold anything: write them anew before the next step."""
         self._known, self._decoding = {}, [-1]
 
+    def leave_out(self, chunks: Sequential[Chunk]) -> None:
+        """These are computed by other means. Where they stand does not tell: drafts may end where they have begun."""
+        for chunk in chunks:
+            self._known.pop(chunk.sequence, None)
+
     def carries(self, sequences: Sequential[Sequence]) -> bool:
         """Whether the device can go on with these sequences without a word from the host."""
         known = self._known
-        return all(sequence in known and known[sequence][1] == sequence.computed for sequence in sequences)
+        return all(sequence in known and known[sequence][1] == sequence.frontier for sequence in sequences)
 
     def bring_in(self, chunks: Sequential[Chunk], tables: DeviceTables) -> list[int]:
         """Make the state what a step over these chunks of one token needs; gives their rows."""
@@ -81,7 +86,7 @@ class DecodeState:
         )
         values = [
             (
-                chunk.sequence.tokens[chunk.start],
+                chunk.token_ids[0],
                 signed(chunk.sequence.seed),
                 chunk.end - len(chunk.sequence.request.prompt),
                 method_seed(chunk),

@@ -13,27 +13,46 @@ from octavo.core.sequence import Sequence
 from octavo.kernels import ops
 
 
+@dataclass(frozen=True)
+class Draw:
+    """The next token of a sequence, behind the first ``drafts`` of its drafts. ``draft``: it is one itself."""
+
+    sequence: Sequence
+    drafts: int = 0
+    draft: bool = False
+
+    @property
+    def generated(self) -> int:
+        return self.sequence.generated + self.drafts
+
+    @property
+    def logprobs(self) -> int | None:
+        return None if self.draft else self.sequence.request.params.logprobs
+
+    def seen(self) -> set[int]:
+        """The tokens in front of it."""
+        return {*self.sequence.tokens, *self.sequence.drafts.tokens[: self.drafts]}
+
+
 @dataclass
 class Drawn:
-    """One token a sequence, and its log-probability entries where they were asked for."""
+    """One token a draw, and its log-probability entries where they were asked for."""
 
     tokens: list[int]
     logprobs: list[TokenLogprobs | None]
 
 
-def sample(
-    logits: Tensor, sequences: list[Sequence], eos_token_ids: frozenset[int], backend: str = "reference"
-) -> Drawn:
-    """Draw the next token of each sequence from its row of ``logits`` [R, V].
+def sample(logits: Tensor, draws: list[Draw], eos_token_ids: frozenset[int], backend: str = "reference") -> Drawn:
+    """Draw tokens, each from its row of ``logits`` [R, V].
 
     Raw log-probabilities are taken first. Then, row by row: repetition penalty, end-of-sequence tokens masked below
     the minimum length, and either the arg-max or a seeded draw after temperature, top-k, top-p and min-p
     (``octavo.kernels.reference.sampling``). The number of the draw is how many tokens the sequence has generated.
     """
-    wanted = [sequence.request.params.logprobs for sequence in sequences]
+    wanted = [draw.logprobs for draw in draws]
     raw = logits if any(k is not None for k in wanted) else None
-    logits = _penalised(logits, sequences, eos_token_ids)
-    tokens = ops.sample(logits, *_filters(sequences, logits), backend).tolist()
+    logits = _penalised(logits, draws, eos_token_ids)
+    tokens = ops.sample(logits, *_filters(draws, logits), backend).tolist()
     if raw is None:
         return Drawn(tokens, [None] * len(tokens))
     rows_wanted = [row for row, k in enumerate(wanted) if k is not None]
@@ -67,18 +86,18 @@ def record_known(logits: Tensor, rows: list[tuple[Sequence, int]]) -> None:
         sequence.known_logprobs[position + 1] = entry
 
 
-def _penalised(logits: Tensor, sequences: list[Sequence], eos_token_ids: frozenset[int]) -> Tensor:
+def _penalised(logits: Tensor, draws: list[Draw], eos_token_ids: frozenset[int]) -> Tensor:
     """Logits after the repetition penalty and the minimum length; the input is left alone."""
     changed = logits
-    for row, sequence in enumerate(sequences):
-        params = sequence.request.params
-        ending = sorted(eos_token_ids | set(params.stop_token_ids)) if sequence.generated < params.min_tokens else []
+    for row, draw in enumerate(draws):
+        params = draw.sequence.request.params
+        ending = sorted(eos_token_ids | set(params.stop_token_ids)) if draw.generated < params.min_tokens else []
         if params.repetition_penalty == 1.0 and not ending:
             continue
         if changed is logits:
             changed = logits.clone()
         if params.repetition_penalty != 1.0:
-            ids = {token for token in sequence.tokens if token < logits.shape[1]}  # and no placeholders of images
+            ids = {token for token in draw.seen() if token < logits.shape[1]}  # and no placeholders of images
             seen = torch.tensor(sorted(ids), dtype=torch.int64, device=logits.device)
             scores = changed[row, seen]
             changed[row, seen] = torch.where(
@@ -89,11 +108,11 @@ def _penalised(logits: Tensor, sequences: list[Sequence], eos_token_ids: frozens
     return changed
 
 
-def _filters(sequences: list[Sequence], logits: Tensor) -> tuple[Tensor, ...]:
+def _filters(draws: list[Draw], logits: Tensor) -> tuple[Tensor, ...]:
     """Temperature, top-k, top-p, min-p, seed and draw of each row, where the logits are."""
-    rows = [(sequence.request.params, sequence) for sequence in sequences]
+    rows = [(draw.sequence.request.params, draw) for draw in draws]
     shares = torch.tensor([[p.temperature, p.top_p, p.min_p] for p, _ in rows], dtype=torch.float32)
-    numbers = torch.tensor([[min(p.top_k, logits.shape[1]), signed(s.seed), s.generated] for p, s in rows])
+    numbers = torch.tensor([[min(p.top_k, logits.shape[1]), signed(d.sequence.seed), d.generated] for p, d in rows])
     temperature, top_p, min_p = shares.T.contiguous().to(logits.device)
-    top_k, seeds, draws = numbers.T.contiguous().to(logits.device)
-    return temperature, top_k.int(), top_p, min_p, seeds, draws
+    top_k, seeds, numbers_drawn = numbers.T.contiguous().to(logits.device)
+    return temperature, top_k.int(), top_p, min_p, seeds, numbers_drawn

@@ -144,9 +144,11 @@ class StepRunner:
             if chunk.sequence.request.hosting is not None and chunk.start >= chunk.sequence.sparse_spans[-1].start:
                 self._hosted_by(chunk.sequence.request).offer(chunk.sequence)
         self._make_ready(scheduler)
+        if self._program is not None:
+            self._program.state.leave_out(plan.chunks)
         chunks = sorted(plan.chunks, key=self._packing)
         step, rows = self._build(chunks)
-        ids = np.concatenate([np.asarray(c.sequence.tokens[c.start : c.end], np.int64) for c in chunks])
+        ids = np.concatenate([np.asarray(c.token_ids, np.int64) for c in chunks])
         positions = np.concatenate([np.arange(c.start, c.end) for c in chunks])
         first = dict(zip(map(id, chunks), np.cumsum([0, *(c.count for c in chunks)]).tolist(), strict=False))
         wanted = np.array([first[id(r.chunk)] + r.position - r.chunk.start for r in rows], np.int64)
@@ -199,7 +201,7 @@ class StepRunner:
             return False
         if any(self._probed(sequence, sequence.computed) for sequence in sequences):
             return False
-        return len({id(self._chooser(s.request.method, s.computed + 1)) for s in sequences}) <= 1
+        return len({id(self._next_method(s)) for s in sequences}) <= 1
 
     def launch(self, plan: StepPlan, scheduler: Scheduler) -> Flight:
         """Let the device compute a plan that ``replays``, and come back at once. Tokens that the host does not know yet
@@ -243,15 +245,18 @@ class StepRunner:
             return None
         assert self._program is not None
         store, page = self._digest_store(method), self._page_tokens
-        sealed = []
+        sealed, drafted = [], []
         for chunk in chunks:
-            full = chunk.start // page
-            if self._launched is not method or not self._program.state.carries([chunk.sequence]):
-                sealed.append(chunk.sequence.table.pages(0, full))
-            elif chunk.start % page == 0:
-                sealed.append(chunk.sequence.table.pages(full - 1, full))
+            sequence, full = chunk.sequence, chunk.start // page
+            comes_in = self._launched is not method or not self._program.state.carries([sequence])
+            if not comes_in and chunk.start % page:
+                continue
+            first, exact = 0 if comes_in else full - 1, sequence.computed // page
+            sealed.append(sequence.table.pages(first, min(exact, full)))
+            drafted.append(sequence.table.pages(max(first, exact), full))
         if sealed:
             store.make(sealed)
+            store.make(drafted, drafts=True)
         return store
 
     def _bucket_of(self, chunks: list[Chunk]) -> int:
@@ -287,7 +292,7 @@ class StepRunner:
         for chunk, row in zip(flight.chunks, flight.rows, strict=True):
             sequence = chunk.sequence
             if sequence.finish_reason is None:
-                sequence.decode_steps += 1
+                sequence.decode_steps += not chunk.draft
                 sequence.kv_bytes_read += units[row] * unit_bytes
                 sequence.digest_bytes_read += elements[row] * self.kv.element_size()
 
@@ -317,8 +322,8 @@ class StepRunner:
         rows = []
         for chunk in chunks:
             rows += [Row(chunk, p) for p in chunk.sequence.known_rows(chunk.start, chunk.end)]
-            if chunk.end == len(chunk.sequence.tokens) and not chunk.sequence.forced:
-                rows.append(Row(chunk, chunk.end - 1))
+            if not chunk.sequence.forced:  # the last token's row, and those of drafts
+                rows += [Row(chunk, p) for p in range(max(chunk.start, len(chunk.sequence.tokens) - 1), chunk.end)]
         slots = np.ascontiguousarray(np.concatenate([self._slots(chunk) for chunk in chunks], axis=1))
         step = PagedStep(self.kv, self._plan, self.backend, self._to_device(slots))
         singles = [chunk for chunk in chunks if chunk.count == 1]
@@ -402,7 +407,9 @@ class StepRunner:
             hosted = self.hosted.get(method.provenance)
             if method.digest is not None:
                 store = self._digest_store(method, hosted is not None)
-                store.make(sealed)
+                exact = [chunk.sequence.computed // self._page_tokens for chunk in chunks]
+                store.make([pages[:count] for pages, count in zip(sealed, exact, strict=True)])
+                store.make([pages[count:] for pages, count in zip(sealed, exact, strict=True)], drafts=True)
                 parts = store.parts
             rows, away = self._to_device(first_units), None
             if hosted is not None:
@@ -428,22 +435,38 @@ class StepRunner:
 
     def _method(self, chunk: Chunk) -> SparseMethod | None:
         """Who chooses the pages of a chunk of one token; None if all are read."""
+        if chunk.draft:
+            return self._drafter(chunk.sequence)
         method = chunk.sequence.request.method
         if method is None or chunk.sequence.sparse_span(chunk.start) is None:
             return None
         return self._chooser(method, chunk.end)
 
+    def _next_method(self, sequence: Sequence) -> SparseMethod | None:
+        """The same of the next token of a sequence that decodes."""
+        if sequence.drafting:
+            return self._drafter(sequence)
+        return self._chooser(sequence.request.method, sequence.computed + 1)
+
+    @staticmethod
+    def _drafter(sequence: Sequence) -> SparseMethod:
+        rule = sequence.drafts.rule
+        assert rule is not None
+        return rule.method
+
     def _chooser(self, method: SparseMethod | None, tokens: int) -> SparseMethod | None:
         """The method, if it chooses among the pages of so many tokens; None if it reads them all."""
-        if method is None:
-            return None
+        return method if method is not None and tokens > self.whole_tokens(method) else None
+
+    def whole_tokens(self, method: SparseMethod) -> int:
+        """Tokens of the longest sequence that a method reads whole."""
         name = method.provenance
         if name not in self._whole_pages:  # what reads a number of pages whole reads any less whole
             spec, page = self._model.spec, self._page_tokens
             self._whole_pages[name] = bisect_left(
                 range(1, spec.max_tokens // page + 2), True, key=lambda n: not method.reads_all(n * page, spec, page)
             )
-        return method if tokens > self._whole_pages[name] * self._page_tokens else None
+        return self._whole_pages[name] * self._page_tokens
 
     def _probed(self, sequence: Sequence, start: int) -> bool:
         """Whether the probe looks on when the token at ``start`` is computed; such a step is not replayed. It compares
@@ -547,12 +570,19 @@ class StepRunner:
                 sequence = chunk.sequence
                 if chunk.start < len(sequence.request.prompt):
                     continue
-                sequence.decode_steps += 1
+                sequence.decode_steps += not chunk.draft
                 sequence.kv_bytes_read += units * unit_bytes
                 sequence.digest_bytes_read += elements * self.kv.element_size()
             if group.pages is not None and group.pages.away is not None and group.method is not None:
                 sequences = [chunk.sequence for chunk in chunks[group.start : group.stop]]
                 self.hosted[group.method.provenance].account(group.pages.away, sequences)
+        for chunk in chunks:
+            if chunk.verifies:
+                units = [
+                    layers * dense_units(chunk.end, window and window + chunk.count - 1, self.kv.shape[4])
+                    for window, layers in self._windows.items()
+                ]
+                chunk.sequence.kv_bytes_read += sum(units) * self.kv.shape[4] * self._row_bytes
 
     def _to_device(self, array: NDArray[np.integer]) -> Tensor:
         return upload(array, self.kv.device)

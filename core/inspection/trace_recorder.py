@@ -150,7 +150,8 @@ class TraceRecorder:
         pages were taken             preempted
         a sequence ends              closed       those that were never admitted too
 
-    Layers with a window are recorded as if they kept everything.
+    Layers with a window are recorded as if they kept everything. Drafts are not recorded; what they came to is, with
+    the next chunk.
     """
 
     reads_tokens = True

@@ -65,14 +65,16 @@ class DigestStore:
     def nbytes(self) -> int:
         return self._store.nbytes
 
-    def make(self, pages: Iterable[Pages]) -> None:
-        """Digest the full pages that have none yet, all layers at once."""
+    def make(self, pages: Iterable[Pages], drafts: bool = False) -> None:
+        """Digest the full pages that have none yet, all layers at once. ``drafts`` are pages whose KV is to be written
+        over: they are digested for now, and again when they are full of what stands."""
         wanted = np.unique(np.concatenate([np.empty(0, np.int32), *pages]))
         wanted = wanted[wanted > 0]  # holes
         missing = wanted[self._made[wanted] != self._pool.generation[wanted]]
         for start in range(0, len(missing), PAGES_AT_ONCE):
             self._make(missing[start : start + PAGES_AT_ONCE])
-        self._made[missing] = self._pool.generation[missing]
+        if not drafts:
+            self._made[missing] = self._pool.generation[missing]
 
     def keep(self, pages: Pages, host_pages: Pages) -> None:
         """Copy the digests of device pages, which are made if need be, into the rows of host pages."""

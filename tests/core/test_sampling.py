@@ -8,14 +8,17 @@ import pytest
 import torch
 
 from octavo.core import SamplingParams
-from octavo.core.execution.sampler import sample, token_logprobs
+from octavo.core.execution.sampler import Draw, sample, token_logprobs
 
 
 def stand_in(params, seed=0, prompt=(0,), generated=()):
     """As much of a sequence as the sampler looks at."""
-    return SimpleNamespace(
-        request=SimpleNamespace(params=params), seed=seed, generated=len(generated), tokens=[*prompt, *generated]
-    )
+    return Draw(
+        SimpleNamespace(
+            request=SimpleNamespace(params=params), seed=seed, generated=len(generated), tokens=[*prompt, *generated],
+            drafts=SimpleNamespace(tokens=[]),
+        )
+    )  # fmt: skip
 
 
 def draws(logits, count=4000, eos=frozenset(), **params):

@@ -2,11 +2,15 @@
 gets alone, and in the end every page is free."""
 
 from dataclasses import dataclass
-from random import Random
+from random import Random as Draws
 
 import pytest
 
 from octavo.core import SamplingParams
+from octavo.sparse.budgets import Uniform
+from octavo.sparse.lossless import Lossless
+from octavo.sparse.method import Method
+from octavo.sparse.scorers import Random
 
 TIGHT = {"pool_tokens": 96, "max_seqs": 5, "step_tokens": 16, "shared_decode_bytes": 0, "backend": "auto"}
 SESSIONS = 4
@@ -29,7 +33,7 @@ class Soak:
 
     def __init__(self, engine, compare, share, seed):
         self.engine, self.compare, self.share = engine, compare, share
-        self.random = Random(seed)
+        self.random = Draws(seed)
         self.asked = {}
         self.streamed = {}
         self.sessions = []
@@ -175,6 +179,7 @@ VARIANTS = {
     "eager": {"execution": "eager"},
     "graph": {"execution": "graph"},
     "host tier": {"execution": "graph", "host_tokens": 128},
+    "drafts": {"execution": "graph", "host_tokens": 128, "method": Lossless(Method("random", Random(), Uniform(8)), 3)},
 }
 
 

@@ -8,7 +8,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
 from octavo.core import SamplingParams
+from octavo.sparse.budgets import Uniform
+from octavo.sparse.lossless import Lossless
+from octavo.sparse.method import Method
+from octavo.sparse.scorers import Random
 
+DRAFTING = Lossless(Method("random", Random(), Uniform(8)), 3)
 PREFIXES = [
     [5, 6, 7, 8, 9, 10, 11, 12, 13],
     [5, 6, 7, 8, 21, 22, 23],
@@ -163,8 +168,23 @@ class Traffic(RuleBasedStateMachine):
         ("g_model", {"pool_tokens": 48, "step_tokens": 11, "max_seqs": 4}, 20),
         ("t_model", {"pool_tokens": 60, "step_tokens": 9, "max_seqs": 4, "execution": "graph"}, 40),
         ("g_model", {"pool_tokens": 48, "step_tokens": 11, "max_seqs": 4, "execution": "graph"}, 20),
+        ("t_model", {"pool_tokens": 48, "step_tokens": 9, "max_seqs": 5, "method": DRAFTING}, 30),
+        (
+            "g_model",
+            {"pool_tokens": 48, "step_tokens": 11, "max_seqs": 4, "method": DRAFTING, "execution": "graph"},
+            20,
+        ),
     ],
-    ids=["small_steps", "no_prefix_cache", "window_page_5", "layer_groups", "replayed", "replayed_layer_groups"],
+    ids=[
+        "small_steps",
+        "no_prefix_cache",
+        "window_page_5",
+        "layer_groups",
+        "replayed",
+        "replayed_layer_groups",
+        "drafts",
+        "replayed_drafts",
+    ],
 )
 def test_traffic(request, engine_for, assert_idle, name, fields, examples):
     model = request.getfixturevalue(name)

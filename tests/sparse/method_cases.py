@@ -13,7 +13,8 @@ CALIBRATED = ("double_sparsity", "loki")  # they need a file of the model: test_
 CONFIGS = Path(__file__).parents[2] / "configs" / "sparse"
 DROPPING = sorted(path.stem for path in CONFIGS.glob("*.yaml") if "placement: drop\n" in path.read_text())
 """Those that drop tokens: test_eviction.py."""
-NAMES = sorted({path.stem for path in CONFIGS.glob("*.yaml")} - set(CALIBRATED) - set(DROPPING))
+WRAPPERS = ("lossless",)  # of another method: test_lossless.py
+NAMES = sorted({path.stem for path in CONFIGS.glob("*.yaml")} - {*CALIBRATED, *DROPPING, *WRAPPERS})
 SMALL = {"keep": {"sink_tokens": 4, "recent_tokens": 4}, "dense_layers": [0]}
 PYRAMIDS = ("hierarchical", "pyramid_kv")
 SMALLER = {
