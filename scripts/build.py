@@ -260,6 +260,13 @@ def reuse(name_or_path: str) -> SegmentReuse:
         raise ConfigError(f"reuse {name_or_path}: {_root_cause(error)}") from error
 
 
+def drafting(method: SparseMethod, drafts: int, forced_acceptance: float | None = None) -> SparseMethod:
+    """``method`` as one that only drafts (``octavo.sparse.lossless``)."""
+    from octavo.sparse.lossless import Lossless
+
+    return Lossless(method, drafts, forced_acceptance)
+
+
 def fit(methods: Mapping[str, SparseMethod | None], engine: Engine) -> None:
     """Make sure that the methods can serve the engine's model and page size.
 

@@ -168,6 +168,10 @@ def _line(item: str, samples: Sequence[Sample], seconds: float) -> str:
 
 
 def _quality(sample: Sample) -> str:
+    if "acceptance" in sample:
+        return f"{sample['acceptance']:.0f}"
+    if "gold_logprobs" not in sample and "accuracy" not in sample:
+        return ""
     return f"{sample['accuracy']:.0f}" if "accuracy" in sample else f"{_log_likelihood(sample):.2f}"
 
 
@@ -175,7 +179,7 @@ def _tracked(sample: Sample) -> Sample:
     """Numbers of a sample that are worth a curve."""
     if "error" in sample:
         return {"failed": 1}
-    tracked = {"accuracy": sample["accuracy"]} if "accuracy" in sample else {}
+    tracked = {key: sample[key] for key in ("accuracy", "acceptance") if key in sample}
     if "gold_logprobs" in sample:
         tracked["gold_log_likelihood_per_token"] = _log_likelihood(sample)
     return tracked

@@ -1,11 +1,9 @@
 """Types of every configuration key. Hydra checks each value against them while it composes; see ``configs/``.
 
 Groups that several experiments have are in ``schema_groups``, the experiments on memory in ``schema_memory``, those on
-speed in ``schema_serving``, those on quality in ``schema_quality``, those on text and images in ``schema_multimodal``
-and ``schema_image_sharing``, those on decode steps and on kernels in ``schema_decode`` and ``schema_kernels``.
-speed in ``schema_serving``, those on placements in ``schema_placements``, those on quality in ``schema_quality``, those
-on text and images in ``schema_multimodal``, those on decode steps and on kernels in ``schema_decode`` and
-``schema_kernels``.
+speed in ``schema_serving``, those on placements in ``schema_placements``, those on quality in ``schema_quality`` and
+``schema_lossless``, those on text and images in ``schema_multimodal`` and ``schema_image_sharing``, those on decode
+steps and on kernels in ``schema_decode`` and ``schema_kernels``.
 
 An experiment has its own subclass of ``Config``, so that a key which an experiment would ignore does not exist there.
 Ranges are checked when a typed object is made, as far as that needs no heavy import; the engine and the samplers check
@@ -34,6 +32,7 @@ from octavo.scripts.schema_groups import (
 )
 from octavo.scripts.schema_image_sharing import ImageSharing
 from octavo.scripts.schema_kernels import Kernels
+from octavo.scripts.schema_lossless import Lossless
 from octavo.scripts.schema_memory import (
     Allocators,
     Concurrency,
@@ -72,6 +71,7 @@ __all__ = [
     "Kernels",
     "Knobs",
     "Latency",
+    "Lossless",
     "ModelSettings",
     "MultiTurn",
     "PageRatio",
@@ -161,6 +161,7 @@ EXPERIMENTS: dict[str, type[Config]] = {
     "knobs": Knobs,
     "latency": Latency,
     "layer_groups": LayerGroups,
+    "lossless": Lossless,
     "multi_turn": MultiTurn,
     "page_ratio": PageRatio,
     "page_size": PageSize,

@@ -10,7 +10,7 @@ from octavo.scripts.tasks.statistics import Estimate, bootstrap_mean, paired_boo
 
 Sample = Mapping[str, Any]
 
-QUALITIES = ("accuracy", "exact_match", "edit_similarity", "identifier_exact_match", "identifier_f1")
+QUALITIES = ("accuracy", "exact_match", "edit_similarity", "identifier_exact_match", "identifier_f1", "acceptance")
 
 _PROBED = ("page_recall", "captured_mass", "removal_error", "output_error")
 """What samples may have of ``octavo.sparse.probe``, a share a layer and KV head."""
@@ -49,7 +49,7 @@ def rows(samples: Sequence[Sample], *, task: str, seed: int = 0, intervals: bool
         paired = [item for item in own if item in dense and method != "dense"]
         for key in [key for key in QUALITIES if all(key in sample for sample in own.values())]:
             _estimate(row, key, [sample[key] for sample in own.values()], seed, intervals)
-            if paired:
+            if paired and all(key in dense[item] for item in paired):
                 _compare(row, key, [own[i][key] for i in paired], [dense[i][key] for i in paired], seed, intervals)
         if all("gold_logprobs" in sample for sample in own.values()):
             likelihood = [_per_token(sample) for sample in own.values()]
