@@ -63,6 +63,11 @@ class Drafts:
     called: bool = False
     counts: DraftCounts = field(default_factory=DraftCounts)
 
+    @property
+    def most(self) -> int:
+        """Drafts of a whole round; 0 where nobody drafts."""
+        return 0 if self.rule is None else self.rule.most
+
     def wanted(self, known: int, max_known: int) -> bool:
         """Whether one more is worth decoding behind ``known`` tokens, of which there will be at most ``max_known``: the
         last token of all has no use for a draft."""

@@ -143,8 +143,8 @@ class Scheduler:
         parked until then. If its pages are lost all the same, its second turn ends admission for whoever comes later.
 
         A sequence that drafts (``octavo.core.drafts``) goes on one token at a time behind ``computed``, and then
-        computes all of these again as one chunk. When one verifies, all that have drafts do, so that they stay in step
-        with one another.
+        computes all of these again as one chunk. When one verifies, all whose rounds are as long do, so that they stay
+        in step with one another.
 
         An image whose tokens see one another is computed in one step. Where it does not fit into what is left of a
         step it waits, and as its sequence was then served least recently, it comes first in the next; a sequence that
@@ -162,9 +162,9 @@ class Scheduler:
         self._end_sources()
         waiting = set(self.waiting)
         admitting = True
-        if any(s.drafts.tokens and not s.drafting for s in self.running):
-            for s in self.running:
-                s.drafts.called = bool(s.drafts.tokens)
+        due = {s.drafts.most for s in self.running if s.drafts.tokens and not s.drafting}
+        for s in self.running if due else []:
+            s.drafts.called |= bool(s.drafts.tokens) and s.drafts.most in due
 
         def turn(s: Sequence) -> tuple[int, ...]:
             return -s.request.priority, s in waiting, 0 if s in waiting else s.served_at, *_age(s)

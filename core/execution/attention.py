@@ -78,6 +78,9 @@ class DecodeGroup:
     stored order is not logical order. What was read is noted as it happens: ``chosen``, slots int32 [1, b, H] of the
     layers with tables of their own, and how many layers read the whole table, by their window.
 
+    Where the rows of a group do not lie side by side, ``members`` int64 [b] says which rows of the step they are, and
+    ``places`` int64 [b] where their results go, the number of rows for those that nobody asks for.
+
     ``runs`` int32 [4, b + 1] are the groups of ``ops.decode_shared``, if there are any: layers without a window read
     a run that several tables share once, and each KV head of such a layer ``slots_spared`` slots less.
 
@@ -102,6 +105,8 @@ class DecodeGroup:
     probed: list[int] = field(default_factory=list)
     kept: KeptTables | None = None
     lent: VirtualRows | None = None
+    members: Tensor | None = None
+    places: Tensor | None = None
 
     def units_read(self, kv: Tensor) -> Tensor:
         """Table entries that the kernels were given, over all layers and KV heads so far, int64 [b].
@@ -163,11 +168,21 @@ class PagedStep:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, traits: LayerTraits) -> Tensor:
         place = self.plan.places[layer]
         ops.append(k, v, self.kv, place.unit_layer, self.slots[place.slice], self.backend)
+        if self.decodes and self.decodes[0].members is not None:
+            return self._decode_listed(layer, q, traits)
         outputs = [self._decode(group, layer, q[group.start : group.stop], traits) for group in self.decodes]
         outputs += [self._prefill(group, layer, q[group.start : group.stop], traits) for group in self.prefills]
         for observation, start, stop, position in self.observed:
             observation.take(layer, q[start:stop], position, traits)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _decode_listed(self, layer: int, q: Tensor, traits: LayerTraits) -> Tensor:
+        """The same where all groups list their rows."""
+        out = q.new_zeros((len(q) + 1, *q.shape[1:]))
+        for group in self.decodes:
+            assert group.members is not None and group.places is not None
+            out.index_copy_(0, group.places, self._decode(group, layer, q[group.members], traits))
+        return out[:-1]
 
     def _decode(self, group: DecodeGroup, layer: int, q: Tensor, traits: LayerTraits) -> Tensor:
         place = self.plan.places[layer]

@@ -15,7 +15,14 @@ A batch row is a row of the state. Rows where nobody decodes are padding: token 
 nothing.
 
 A batch under one sparse method has graphs of its own, a bucket of rows and a power of two of pages: what a method
-scores has the width of the longest table, and would otherwise have that of the longest possible.
+scores has the width of the longest table, and would otherwise have that of the longest possible. A batch of several
+methods (reading all is one of them) has graphs of their combination: each method's ops run over a list of rows that is
+read on the device, and padded to a bucket of its own::
+
+    batch rows      0 1 2 3 4 5 6
+    dense           [0 3 4 -1]          q of rows 0, 3, 4 -> attention over whole tables
+    quest           [1 6]               q of rows 1, 6    -> selection, attention over what it chose
+    everything else runs over all rows at once
 """
 
 from __future__ import annotations
@@ -48,6 +55,9 @@ log = logging.getLogger(__name__)
 LEAST_PAGES = 64
 """Width of the narrowest sparse program."""
 
+MOST_SETS = 4
+"""Methods in one replayed batch; with more of them a step runs eagerly, as there is a graph for each combination."""
+
 
 def buckets(rows: int) -> list[int]:
     """Batch sizes to prepare for at most ``rows``, ascending: as many rows as in the next one are padding at most.
@@ -65,7 +75,9 @@ def buckets(rows: int) -> list[int]:
 @dataclass(frozen=True)
 class Variant:
     """Which program: rows of the batch; whether some share a run of their tables; or the sparse method of all rows,
-    with the pages that its longest table may have and the digests it reads. Methods of one composition are one."""
+    with the pages that its longest table may have and the digests it reads. Methods of one composition are one.
+
+    ``sets``: or several such, each over a list of so many of the rows."""
 
     rows: int
     shared: bool = False
@@ -73,6 +85,19 @@ class Variant:
     pages: int = 0
     method: SparseMethod | None = field(default=None, compare=False)
     digests: DigestStore | None = field(default=None, compare=False)
+    sets: tuple[Variant, ...] = ()
+
+
+@dataclass(frozen=True)
+class RowSet:
+    """Rows of a step that are under one method (None: they read all) and have at most ``longest`` pages, whose digests
+    are made; or ``runs``, the groups of ``ops.decode_shared`` by place in ``rows``, if some of them share one."""
+
+    rows: list[int]
+    method: SparseMethod | None = None
+    longest: int = 0
+    digests: DigestStore | None = None
+    runs: NDArray[np.int32] | None = None
 
 
 class DecodeProgram:
@@ -96,6 +121,7 @@ class DecodeProgram:
         self._buckets = buckets(max_seqs)
         self.state = DecodeState(max_seqs, model.spec.vocab_size, kv.device)
         self._page_tokens = page_tokens
+        self._lists = torch.full((MOST_SETS, max_seqs), -1, dtype=torch.int64, device=kv.device)
         self._groups = torch.zeros((4, max_seqs + 1), dtype=torch.int32, device=kv.device)
         self._graphs: dict[Variant, torch.cuda.CUDAGraph] = {}
         self._news: dict[Variant, Tensor] = {}
@@ -105,6 +131,13 @@ class DecodeProgram:
     def bucket(self, rows: int) -> int:
         """The smallest prepared batch of at least ``rows``."""
         return next(size for size in self._buckets if size >= rows)
+
+    def launch(self, sets: Sequential[RowSet]) -> Tensor:
+        """Decode one token in each row of the sets, which are all that the state has been told of; see below."""
+        if len(sets) > 1:
+            return self.mixed_step(sets)
+        (one,) = sets
+        return self.step(one.rows, one.runs) if one.method is None else self.sparse_step(one)
 
     def step(self, rows: Sequential[int], runs: NDArray[np.int32] | None) -> Tensor:
         """Decode one token in each of the ``rows`` that the state has been told of. Gives news int64 [1, bucket], a
@@ -119,17 +152,34 @@ class DecodeProgram:
             self._groups[:, : variant.rows + 1] = upload(spread, self._kv.device)
         return self._replay(variant)
 
-    def sparse_step(
-        self, rows: Sequential[int], method: SparseMethod, longest: int, digests: DigestStore | None
-    ) -> Tensor:
-        """The same where all rows are under one sparse method and have at most ``longest`` pages, whose digests are
-        made. News int64 [3, bucket]: the tokens, table entries read over all layers and KV heads, and elements read to
-        choose."""
-        capacity = self._tables.entries.shape[2] // (self._page_tokens // self._kv.shape[4])
-        pages = min(max(1 << (longest - 1).bit_length(), LEAST_PAGES), capacity)
-        variant = Variant(self.bucket(max(rows) + 1), False, method.provenance, pages, method, digests)
+    def sparse_step(self, one: RowSet) -> Tensor:
+        """The same where all rows are under one sparse method. News int64 [3, bucket]: the tokens, table entries read
+        over all layers and KV heads, and elements read to choose."""
+        variant = self._variant(self.bucket(max(one.rows) + 1), one)
         self._prepare(variant)
         return self._replay(variant)
+
+    def mixed_step(self, sets: Sequential[RowSet]) -> Tensor:
+        """The same of rows under several methods, no more than ``MOST_SETS``; news as those of ``sparse_step``."""
+        sets = sorted(sets, key=lambda one: "" if one.method is None else one.method.provenance)
+        members = tuple(self._variant(self.bucket(len(one.rows)), one) for one in sets)
+        variant = Variant(self.bucket(max(max(one.rows) for one in sets) + 1), sets=members)
+        self._prepare(variant)
+        lists = np.full(self._lists.shape, -1, np.int64)
+        for number, (one, member) in enumerate(zip(sets, members, strict=True)):
+            lists[number, : len(one.rows)] = one.rows
+            if one.runs is not None:
+                spread = spread_groups(one.runs, range(len(one.rows)), member.rows)
+                self._groups[:, : member.rows + 1] = upload(spread, self._kv.device)
+        self._lists.copy_(upload(lists, self._kv.device))
+        return self._replay(variant)
+
+    def _variant(self, rows: int, one: RowSet) -> Variant:
+        if one.method is None:
+            return Variant(rows, one.runs is not None)
+        capacity = self._tables.entries.shape[2] // (self._page_tokens // self._kv.shape[4])
+        pages = min(max(1 << (one.longest - 1).bit_length(), LEAST_PAGES), capacity)
+        return Variant(rows, False, one.method.provenance, pages, one.method, one.digests)
 
     def _prepare(self, variant: Variant) -> None:
         """Capture what has not been captured."""
@@ -155,27 +205,52 @@ class DecodeProgram:
         ids, positions, q_pos, slots, slot_counts = ops.step_decode(
             rows, fields["lengths"], fields["tokens"], entries, self._kv.shape[4], self._backend
         )
-        group = DecodeGroup(0, batch, entries[:, :batch], slot_counts, q_pos, method=variant.method)
-        if variant.shared:
-            # Contiguous, as the op wants them: a view of the first columns is not.
-            group.runs = self._groups[:, : batch + 1].contiguous()
-        if variant.method is not None:
-            self._let_choose(group, variant)
-        step = PagedStep(self._kv, self._plan, self._backend, slots, [group])
+        if variant.sets:
+            groups = [self._listed(number, one, batch, q_pos, slot_counts) for number, one in enumerate(variant.sets)]
+        else:
+            groups = [DecodeGroup(0, batch, entries[:, :batch], slot_counts, q_pos, method=variant.method)]
+        for group, one in zip(groups, variant.sets or [variant], strict=True):
+            if one.shared:
+                # Contiguous, as the op wants them: a view of the first columns is not.
+                group.runs = self._groups[:, : one.rows + 1].contiguous()
+            if one.method is not None:
+                self._let_choose(group, one)
+        step = PagedStep(self._kv, self._plan, self._backend, slots, groups)
         logits = self._model.forward(ids, positions, None, step)
         drawn: Tensor = ops.sample(logits, *state.filters(batch), self._backend)
         ops.scatter_tokens(rows, drawn, fields["tokens"], fields["lengths"], self._backend)
         fields["draws"][:batch] += rows >= 0
-        if group.pages is None:
+        if len(groups) == 1 and groups[0].pages is None:
             return drawn[None]
-        return torch.stack([drawn, group.units_read(self._kv), group.pages.elements_read])
+        read = torch.zeros((2, batch + 1), dtype=torch.int64, device=drawn.device)
+        for group in groups:
+            places = slice(batch) if group.places is None else group.places
+            read[0, places] = group.units_read(self._kv)
+            if group.pages is not None:
+                read[1, places] = group.pages.elements_read
+        return torch.cat([drawn[None], read[:, :batch]])
+
+    def _listed(self, number: int, variant: Variant, batch: int, q_pos: Tensor, slots: Tensor) -> DecodeGroup:
+        """The group of list ``number``. Places in the list where nobody is stand for row 0 without any token."""
+        listed = self._lists[number, : variant.rows]
+        members, is_one = listed.clamp(min=0), listed >= 0
+        return DecodeGroup(
+            start=0,
+            stop=variant.rows,
+            tables=self._tables.entries[:, members],
+            slots=slots[:, members].where(is_one[:, None], 0),
+            q_pos=q_pos[members].where(is_one, 0),
+            method=variant.method,
+            members=members,
+            places=listed.where(is_one, batch),
+        )
 
     def _let_choose(self, group: DecodeGroup, variant: Variant) -> None:
         """Give a group what its method chooses from. A padding row has one page, whatever is in it."""
         page_units = self._page_tokens // self._kv.shape[4]
         group.tables = group.tables[:, :, : variant.pages * page_units]
         group.slots = group.slots.clamp(min=1)
-        lengths = group.slots[0, :, 0]
+        lengths, seeds = group.slots[0, :, 0], self.state.fields["method_seeds"]
         group.pages = StepPages(
             kv=self._kv,
             backend=self._backend,
@@ -186,7 +261,7 @@ class DecodeProgram:
             q_pos=group.q_pos,
             n_pages=(lengths + self._page_tokens - 1) // self._page_tokens,
             max_pages=variant.pages,
-            seeds=self.state.fields["method_seeds"][: variant.rows],
+            seeds=seeds[: variant.rows] if group.members is None else seeds[group.members],
             first_units=entry_units(group.tables[0, :, ::page_units]),
             parts={} if variant.digests is None else variant.digests.parts,
         )
@@ -196,6 +271,7 @@ class DecodeProgram:
         began = time.perf_counter()
         decoding = self.state.rows.clone()
         self.state.rows.fill_(-1)
+        self._lists.fill_(-1)
         self._groups.zero_()
         self._groups[0] = torch.arange(self._groups.shape[1], device=self._groups.device)
         self._pool = self._pool or torch.cuda.graph_pool_handle()

@@ -20,7 +20,7 @@ from octavo.core.costs import dense_units
 from octavo.core.encoding.encoded_items import EncodedItems
 from octavo.core.encoding.pieces import reused, stretches
 from octavo.core.execution.attention import DecodeGroup, PagedStep, PrefillGroup
-from octavo.core.execution.decode_program import DecodeProgram
+from octavo.core.execution.decode_program import MOST_SETS, DecodeProgram, RowSet
 from octavo.core.execution.decode_state import method_seed
 from octavo.core.execution.deviations import Comparison, Enough
 from octavo.core.execution.device_tables import DeviceTables
@@ -105,7 +105,7 @@ class StepRunner:
         self.hosted: dict[str, HostedPages] = {}
         self._whole_pages: dict[str, int] = {}
         self._step_tokens = config.step_tokens
-        self._launched: SparseMethod | None = None  # the method of the last replayed step
+        self._launched: dict[Sequence, str] = {}  # who was in the last replayed step, and under which method
         self._pending_copies: list[Units] = []
         self._windows = Counter(model.spec.windows)
         self._row_bytes = 2 * kv.shape[3] * kv.shape[5] * kv.element_size()  # of a token in one layer
@@ -193,7 +193,7 @@ class StepRunner:
             return False
         if any(self._probed(chunk.sequence, chunk.start) for chunk in plan.chunks):
             return False
-        return len({id(self._method(chunk)) for chunk in plan.chunks}) == 1
+        return len({_composition(self._method(chunk)) for chunk in plan.chunks}) <= MOST_SETS
 
     def carries(self, sequences: list[Sequence]) -> bool:
         """Whether the device can decode on with these before their last tokens are read."""
@@ -201,7 +201,7 @@ class StepRunner:
             return False
         if any(self._probed(sequence, sequence.computed) for sequence in sequences):
             return False
-        return len({id(self._next_method(s)) for s in sequences}) <= 1
+        return len({_composition(self._next_method(s)) for s in sequences}) <= MOST_SETS
 
     def launch(self, plan: StepPlan, scheduler: Scheduler) -> Flight:
         """Let the device compute a plan that ``replays``, and come back at once. Tokens that the host does not know yet
@@ -217,38 +217,46 @@ class StepRunner:
                 self._tables.sync(scheduler.running)  # whoever has ended leaves a row free
                 if moves := self._tables.close_gaps():
                     program.state.move(moves)
-            method, shared = self._method(chunks[0]), None
-            if method is not None:
-                digests = self._digest_fresh(method, chunks)
-            elif self._runs is not None:
-                shared = self._runs.find([(chunk.sequence, chunk.start) for chunk in chunks])
+            by_method: dict[str, list[Chunk]] = {}
+            for chunk in chunks:
+                by_method.setdefault(_composition(self._method(chunk)), []).append(chunk)
+            shared, dense = None, by_method.get("", [])
+            if dense and self._runs is not None:
+                shared = self._runs.find([(chunk.sequence, chunk.start) for chunk in dense])
+            digests = {name: self._digest_fresh(own) for name, own in by_method.items()}
             rows = program.state.bring_in(chunks, self._tables)
-            if method is None:
-                news = program.step(rows, None if shared is None else shared.groups)
-            else:
-                longest = -(-max(chunk.end for chunk in chunks) // self._page_tokens)
-                news = program.sparse_step(rows, method, longest, digests)
-            flight = Flight(chunks, rows, Download(news))
+            sets = [
+                RowSet(
+                    rows=[self._tables.row(chunk.sequence) for chunk in own],
+                    method=self._method(own[0]),
+                    longest=-(-max(chunk.end for chunk in own) // self._page_tokens),
+                    digests=digests[name],
+                    runs=shared.groups if own is dense and shared is not None else None,
+                )
+                for name, own in by_method.items()
+            ]
+            flight = Flight(chunks, rows, Download(program.launch(sets)))
         except BaseException:
             program.state.forget()
             raise
-        self._launched = method
+        self._launched = {chunk.sequence: name for name, own in by_method.items() for chunk in own}
         if shared is not None:
             layers = self._model.spec.windows.count(0)
             self.kv_bytes_spared += layers * shared.spared * self._row_bytes
         return flight
 
-    def _digest_fresh(self, method: SparseMethod, chunks: list[Chunk]) -> DigestStore | None:
-        """Make the digests that a replayed step reads and that do not exist yet: of the page that has been filled
-        last, and of all pages where a sequence comes in, or all begin to choose."""
-        if method.digest is None:
+    def _digest_fresh(self, chunks: list[Chunk]) -> DigestStore | None:
+        """Make the digests that chunks of one method read in a replayed step and that do not exist yet: of the page
+        that has been filled last, and of all pages where a sequence comes in, or begins to choose."""
+        method = self._method(chunks[0])
+        if method is None or method.digest is None:
             return None
         assert self._program is not None
         store, page = self._digest_store(method), self._page_tokens
         sealed, drafted = [], []
         for chunk in chunks:
             sequence, full = chunk.sequence, chunk.start // page
-            comes_in = self._launched is not method or not self._program.state.carries([sequence])
+            comes_in = self._launched.get(sequence) != method.provenance or not self._program.state.carries([sequence])
             if not comes_in and chunk.start % page:
                 continue
             first, exact = 0 if comes_in else full - 1, sequence.computed // page
@@ -291,7 +299,7 @@ class StepRunner:
         unit_bytes = self._row_bytes // self.kv.shape[3] * self.kv.shape[4]
         for chunk, row in zip(flight.chunks, flight.rows, strict=True):
             sequence = chunk.sequence
-            if sequence.finish_reason is None:
+            if chunk.start >= len(sequence.request.prompt) and sequence.finish_reason is None:
                 sequence.decode_steps += not chunk.draft
                 sequence.kv_bytes_read += units[row] * unit_bytes
                 sequence.digest_bytes_read += elements[row] * self.kv.element_size()
@@ -586,3 +594,8 @@ class StepRunner:
 
     def _to_device(self, array: NDArray[np.integer]) -> Tensor:
         return upload(array, self.kv.device)
+
+
+def _composition(method: SparseMethod | None) -> str:
+    """What two methods that choose alike have in common; "" is reading all."""
+    return "" if method is None else method.provenance

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from octavo.core.inspection.page_watch import PageWatch
 from octavo.scripts import build, long_context, lossless_plots, lossless_timing, report
@@ -16,12 +17,15 @@ from octavo.scripts.run import Run, Sample
 from octavo.scripts.schema_lossless import Lossless
 from octavo.scripts.tasks import documents
 
+if TYPE_CHECKING:
+    from octavo.core.outputs import Sample as Generated
+
 NOTES = (
     "Acceptance: drafts that were right of those that were looked at, each behind drafts that were; per document, then "
     "their mean, with 95 % bootstrap intervals over documents. It needs no task and no right answer.",
     "Bytes are those of drafts and of one dense read a round, a token that stands; x dense is how often they go into "
     "those of dense decoding, digests included.",
-    "Continuations are greedy, and all of a document run in one batch: seconds overlap, and the peaks are the batch's.",
+    "Continuations are greedy. Drafters take turns on a document; all but the first find its pages.",
 )
 
 
@@ -29,8 +33,8 @@ def run(config: Lossless, run: Run) -> None:
     """A real model: one sample a document, context and drafter; one row a context, drafter and number of drafts. Random
     weights: ``lossless_timing``.
 
-    Every document enters one batch under dense decoding and all drafters, where the first computes its context and the
-    others find its pages.
+    Every document is continued densely and under each drafter, one after the other, so that nobody's rounds end with
+    those of others; the first computes its context and the others find its pages.
     """
     drafters = {name: method for name, method in build.methods(config.sparse).items() if method is not None}
     methods: dict[str, Any] = {"dense": None}
@@ -52,23 +56,16 @@ def run(config: Lossless, run: Run) -> None:
 
         _, ids = items[item]
         params = SamplingParams(max_tokens=config.new_tokens, ignore_eos=True, logprobs=2)
-        began = time.perf_counter()
-        asked = {name: engine.submit(ids, params, method=method) for name, method in {"dense": None, **missing}.items()}
-        done = engine.finish(list(asked.values()))
-        seconds = time.perf_counter() - began
-        dense = done[asked["dense"]].samples[0]
-        found = []
-        for name in missing:
-            completion = done[asked[name]]
-            own, counts = completion.samples[0], completion.samples[0].drafts
-            sample = {"method": name, **long_context.generated(engine, completion, seconds)}
-            if name != "dense":
-                sample |= {"drafted": counts.drafted, "accepted": counts.accepted, "rejected": counts.rejected,
-                           "verifications": counts.verifications, "tokens_equal": own.token_ids == dense.token_ids,
-                           "margin_nats": _margin(own.token_ids, dense)}  # fmt: skip
-                judged = counts.accepted + counts.rejected
-                sample |= {"acceptance": 100 * counts.accepted / judged} if judged else {}
-            found.append(sample)
+        found, dense = [], None
+        for name, method in {"dense": None, **missing}.items():
+            began = time.perf_counter()
+            asked = engine.submit(ids, params, method=method)
+            completion = engine.finish([asked])[asked]
+            seconds = time.perf_counter() - began
+            dense = dense or completion.samples[0]
+            if name in missing:
+                compared = {} if name == "dense" else _compared(completion.samples[0], dense)
+                found.append({"method": name, **long_context.generated(engine, completion, seconds), **compared})
         return found
 
     def rows(samples: Sequence[Sample], intervals: bool) -> list[dict[str, Any]]:
@@ -99,9 +96,21 @@ def _items(config: Lossless, tokenizer: Any) -> Iterator[tuple[str, tuple[Sample
     yield from (item for turn in zip_longest(*found) for item in turn if item is not None)
 
 
-def _margin(own: Sequence[int], dense: Any) -> float | None:
+def _compared(own: Generated, dense: Generated) -> Sample:
+    """What became of the drafts of a continuation, and whether it is dense decoding's."""
+    counts = own.drafts
+    judged = counts.accepted + counts.rejected
+    return {
+        **dataclasses.asdict(counts),
+        **({"acceptance": 100 * counts.accepted / judged} if judged else {}),
+        "tokens_equal": own.token_ids == dense.token_ids,
+        "margin_nats": _margin(own.token_ids, dense),
+    }
+
+
+def _margin(own: Sequence[int], dense: Generated) -> float | None:
     """How far ahead of the second, in nats, dense decoding's token was where another was taken; None if nowhere."""
-    for token, other, entry in zip(own, dense.token_ids, dense.logprobs, strict=False):
+    for token, other, entry in zip(own, dense.token_ids, dense.logprobs or (), strict=True):
         if token != other:
             best = sorted(entry.values(), reverse=True)
             return float(best[0] - best[1])
