@@ -17,10 +17,10 @@ from octavo.core import interrupts, sizing
 from octavo.core.compression.compaction import Compaction
 from octavo.core.config import EngineConfig, SamplingParams
 from octavo.core.detokenizer import Detokenizer
-from octavo.core.drafts import take_drawn
 from octavo.core.encoding.encoded_items import EncodedItems
 from octavo.core.encoding.items import image_encoder, with_image_pages
 from octavo.core.encoding.reusing import compare_images, validate_reuse
+from octavo.core.execution.drafts import take_drawn
 from octavo.core.execution.sampler import Draw, record_known, sample
 from octavo.core.execution.step_runner import Flight, Row, StepRunner
 from octavo.core.hf_model import HFModel, load

@@ -450,7 +450,7 @@ class SparseMethod(Protocol):
 
 @runtime_checkable
 class Drafter(Protocol):
-    """What a sparse method also has whose tokens are drafts (``octavo.core.drafts``): ``draft`` chooses what
+    """What a sparse method also has whose tokens are drafts (``octavo.core.execution.drafts``): ``draft`` chooses what
     they read, up to ``drafts`` of them at a time, and the full cache says which stand. ``forced_acceptance`` is None,
     or the probability of it."""
 

@@ -10,7 +10,7 @@ TokenLogprobs = dict[int, float]
 
 @dataclass
 class DraftCounts:
-    """What became of a sample's drafts (``octavo.core.drafts``).
+    """What became of a sample's drafts (``octavo.core.execution.drafts``).
 
     Each of ``verifications`` dense passes looks at its drafts in order, up to the first wrong one: ``accepted`` and
     ``rejected`` are those that were looked at, and ``drafted`` are all.

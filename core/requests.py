@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from octavo.core import interrupts, sizing
 from octavo.core.config import SamplingParams
-from octavo.core.drafts import DraftRule
 from octavo.core.encoding.reusing import extended, validate_reused
+from octavo.core.execution.drafts import DraftRule
 from octavo.core.hosting.refusals import hosting_of, require_host_room, require_host_tier
 from octavo.core.interfaces import Drafter, SegmentReuse, SparseMethod
 from octavo.core.memory.page_layout import PageLayout

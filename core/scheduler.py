@@ -142,9 +142,9 @@ class Scheduler:
         compute what is not, come right in front of it (``octavo.core.encoding.sources``). A source that is done is
         parked until then. If its pages are lost all the same, its second turn ends admission for whoever comes later.
 
-        A sequence that drafts (``octavo.core.drafts``) goes on one token at a time behind ``computed``, and then
-        computes all of these again as one chunk. When one verifies, all whose rounds are as long do, so that they stay
-        in step with one another.
+        A sequence that drafts (``octavo.core.execution.drafts``) goes on one token at a time behind ``computed``, and
+        then computes all of these again as one chunk. When one verifies, all whose rounds are as long do, so that they
+        stay in step with one another.
 
         An image whose tokens see one another is computed in one step. Where it does not fit into what is left of a
         step it waits, and as its sequence was then served least recently, it comes first in the next; a sequence that

@@ -15,10 +15,10 @@ from octavo.core.compression.interfaces import Compressor
 from octavo.core.compression.kept_set import KeptSet, Point
 from octavo.core.compression.observation import Observation
 from octavo.core.config import SamplingParams
-from octavo.core.drafts import DraftRule, Drafts
 from octavo.core.encoding.item import ItemSpan
 from octavo.core.encoding.pieces import pieces, reach, reused
 from octavo.core.encoding.sources import Loan, find_loans, find_nodes, lent_nodes, source_request
+from octavo.core.execution.drafts import DraftRule, Drafts
 from octavo.core.hosting.shelf import Shelf
 from octavo.core.interfaces import Hosting, SparseMethod
 from octavo.core.memory.block_table import BlockTable
@@ -126,8 +126,8 @@ class Sequence:
                 0          computed ^               goal ^
                 [ dense: any chunk    | sparse: one token a step                 ]
 
-    ``drafts`` are tokens behind these that may not stand (``octavo.core.drafts``); to all but those who compute them
-    they do not exist.
+    ``drafts`` are tokens behind these that may not stand (``octavo.core.execution.drafts``); to all but those who
+    compute them they do not exist.
 
     Positions of an image hold its placeholder in ``tokens``, which is no token id (``Item.placeholder``).
 

@@ -12,8 +12,8 @@ from octavo.sparse.checks import check_integer
 
 @dataclass(frozen=True)
 class Lossless:
-    """Draft ``drafts`` tokens under the method ``draft``, then verify them densely (``octavo.core.drafts``), after
-    MagicDec (arXiv 2408.11049): the weights that draft are those that verify, only the pages that are read differ.
+    """Draft ``drafts`` tokens under the method ``draft``, then verify them densely (``octavo.core.execution.drafts``),
+    after MagicDec (arXiv 2408.11049): the weights that draft are those that verify, only the pages read differ.
 
     The tokens are those of dense decoding. Deviations: a draft is verified against the token that dense decoding would
     have drawn with the same noise, where the paper uses rejection sampling; a sequence that the method reads whole is
@@ -34,7 +34,7 @@ class Lossless:
         if not callable(getattr(self.draft, "select", None)):
             raise ValueError(f"draft must be a sparse method, got {self.draft!r}")
         if isinstance(self.draft, Drafter):
-            raise ValueError(f"draft={self.draft.name!r} drafts already; give the method that chooses for it")
+            raise ValueError("draft: a method that drafts itself; give the one that chooses for it")
         if getattr(self.draft, "compressor", None) is not None:
             raise ValueError(f"draft={self.draft.name!r} drops tokens, and what verifies needs them all")
         forced = self.forced_acceptance

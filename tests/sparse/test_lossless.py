@@ -390,8 +390,9 @@ class TestRefused:
         "parts, message",
         [
             ({"drafts": 0}, "drafts must be an integer of at least 1, got 0"),
-            ({"draft": "lossless"}, "draft='lossless' drafts already"),
+            ({"draft": "lossless"}, "draft: a method that drafts itself"),
             ({"draft": "dense"}, "draft=dense"),
+            ({"draft": "snapkv"}, "draft='snapkv' drops tokens"),
             ({"draft": "qest"}, "did you mean 'quest'"),
             ({"forced_acceptance": 1.5}, "forced_acceptance must be a probability, 0 to 1, or null, got 1.5"),
         ],
