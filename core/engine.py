@@ -21,6 +21,7 @@ from octavo.core.encoding.encoded_items import EncodedItems
 from octavo.core.encoding.items import image_encoder, with_image_pages
 from octavo.core.encoding.reusing import compare_images, validate_reuse
 from octavo.core.execution.drafts import take_drawn
+from octavo.core.execution.forking import fork_samples
 from octavo.core.execution.sampler import Draw, record_known, sample
 from octavo.core.execution.step_runner import Flight, Row, StepRunner
 from octavo.core.hf_model import HFModel, load
@@ -518,7 +519,7 @@ class Engine:
             sequence, behind = row.chunk.sequence, row.position + 1 - len(row.chunk.sequence.tokens)
             if behind >= 0:
                 drawing.append((i, Draw(sequence, behind, row.chunk.draft)))
-                drawing += [(i, Draw(child)) for child in self._fork_samples(sequence)]
+                drawing += [(i, Draw(child)) for child in fork_samples(self, sequence)]
         for sequence in dict.fromkeys(row.chunk.sequence for row in rows):
             if sequence.forced and sequence.computed == sequence.goal:
                 self._undelivered.append(self._finish(sequence, "stop"))
@@ -526,23 +527,6 @@ class Engine:
             draws = [draw for _, draw in drawing]
             drawn = sample(logits[[i for i, _ in drawing]], draws, self._eos, self._runner.backend)
             take_drawn(self, draws, drawn)
-
-    def _fork_samples(self, first: TokenSequence) -> list[TokenSequence]:
-        """The other samples of a request, sharing every page of the first; without a free place they wait."""
-        request = first.request
-        children = []
-        while request.unforked:
-            request.unforked -= 1
-            child = TokenSequence(request, len(request.sequences), SharedList(request.prompt), self._pool, self._plan)
-            child.adopt_prefix(first)
-            self._enter(request, child)
-            if not self._scheduler.run(child):
-                child.rewind()
-                self._scheduler.add(child)
-            elif self.recorder is not None:
-                self.recorder.forked(child, first)
-            children.append(child)
-        return children
 
     def _take(self, sequence: TokenSequence, token: int) -> StepOutput:
         """Make news of a drawn token, and end the sample if it is the last."""

@@ -49,7 +49,7 @@ class Cell(NamedTuple):
 def run(config: Sharing, run: Run) -> None:
     """One sample and one row a cell. Every cell has an engine of its own, so that the peak is its own:
 
-        the prompt is computed once; its first sample then forks into all (``Engine._fork_samples``)
+        the prompt is computed once; its first sample then forks into all (``fork_samples``)
         every sample draws its tokens, by nucleus sampling, one a step, all in the same steps
         the peak of the pages held, and the number of pages copied, are compared with ``predicted_pages`` and ``copies``
 
