@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
+from octavo.scripts.progress import counting
 from octavo.scripts.refusal import ConfigError
 from octavo.scripts.schema import TaskSettings
+from octavo.scripts.schema_groups import PROJECT_LINES
+
+if TYPE_CHECKING:
+    from octavo.scripts.tasks.items import CodeItem
 
 
 @dataclass(frozen=True)
@@ -20,6 +26,7 @@ class Item:
             the benchmark's rule cannot shorten it that far.
         score: qualities, in points, of what was written after the prompt.
         decided: whether more text would change no score.
+        facts: what every sample of the item says besides.
     """
 
     id: str
@@ -27,15 +34,18 @@ class Item:
     prompt_ids: Callable[[Any, int], list[int]]
     score: Callable[[str], dict[str, float]]
     decided: Callable[[str], bool]
+    facts: dict[str, Any] = field(default_factory=dict)
 
 
-def load(task: TaskSettings, limit: int | None) -> list[Item]:
-    """The first ``limit`` items of a task.
+def load(task: TaskSettings, limit: int | None, tokenizer: Any = None, seed: int = 0) -> list[Item]:
+    """The first ``limit`` items of a task; those of "project_lines" are made for a ``tokenizer``, from a ``seed``.
 
     Raises:
         ConfigError: a file that is missing, damaged or not of that benchmark; the message names file and line.
     """
     try:
+        if task.name == PROJECT_LINES:
+            return _project_lines(task, tokenizer, seed)[:limit]
         return _code_lines(task, limit) if task.name == "code_lines" else _published(task, limit)
     except ValueError as error:
         raise ConfigError(f"task {task.name}: {error}") from error
@@ -44,16 +54,42 @@ def load(task: TaskSettings, limit: int | None) -> list[Item]:
 def _code_lines(task: TaskSettings, limit: int | None) -> list[Item]:
     from octavo.scripts.tasks import items
 
-    def item(source: items.CodeItem) -> Item:
-        return Item(
-            id=source.item_id,
-            gold=source.target,
-            prompt_ids=lambda tokenizer, most: items.prompt_ids(source, tokenizer, most),
-            score=source.score,
-            decided=_line_is_decided,
-        )
+    return [_code_line(item) for item in items.load_items(task.path, limit)]
 
-    return [item(source) for source in items.load_items(task.path, limit)]
+
+def _project_lines(task: TaskSettings, tokenizer: Any, seed: int) -> list[Item]:
+    from octavo.scripts.tasks import project_lines
+
+    if tokenizer is None:
+        raise ValueError("its items are made for a tokenizer, which this experiment does not give; take code_lines")
+    room = task.max_new_tokens + project_lines.SPEC.max_gold_tokens
+    with counting("reading projects", len(project_lines.PROJECTS), 0) as advance:
+        found = project_lines.make(tokenizer, task.lengths, task.classes, task.items or 1, room, seed, advance)
+    return [
+        dataclasses.replace(
+            _code_line(made.item),
+            id=f"{made.kind}/{made.length}/{made.item.item_id}",
+            facts={
+                "class": made.kind,
+                "length": made.length,
+                "source": f"{made.item.source} {made.item.version}",
+                "prompt_sha256": made.item.prompt_sha256,
+            },
+        )
+        for made in found
+    ]
+
+
+def _code_line(source: CodeItem) -> Item:
+    from octavo.scripts.tasks import items
+
+    return Item(
+        id=source.item_id,
+        gold=source.target,
+        prompt_ids=lambda tokenizer, most: items.prompt_ids(source, tokenizer, most),
+        score=source.score,
+        decided=_line_is_decided,
+    )
 
 
 def _published(task: TaskSettings, limit: int | None) -> list[Item]:

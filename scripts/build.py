@@ -195,6 +195,24 @@ def methods(settings: SparseSettings) -> dict[str, SparseMethod | None]:
     return built
 
 
+def within_share(
+    share: float | None, made: Mapping[str, SparseMethod | None], settings: SparseSettings, tokens: int, engine: Engine
+) -> Mapping[str, SparseMethod | None]:
+    """The same methods, for a prompt of so many tokens: with this ``share`` of them as their budget, if there is one,
+    rounded up to whole pages.
+
+    Raises:
+        ConfigError: the budget is too small for what a method always reads.
+    """
+    if share is None:
+        return made
+    page = engine.config.text_page_tokens
+    budget = math.ceil(share * tokens / page) * page
+    found = methods(dataclasses.replace(settings, budget_tokens=budget))
+    fit(found, engine)
+    return {name: found[name] for name in made}
+
+
 def method(name_or_path: str, *, budget_tokens: int | None = None, **overrides: Any) -> SparseMethod | None:
     """A sparse method, from the YAML that composes it; None for "dense".
 

@@ -95,10 +95,16 @@ __all__ = [
 
 @dataclass
 class CodeCompletion(WithPageMap):
-    """The main job, described by its groups alone."""
+    """budget_share: of each prompt, above 0 and at most 1, in place of sparse.budget_tokens."""
 
+    budget_share: float | None = None
     task: TaskSettings = field(default_factory=TaskSettings)
     sparse: SparseSettings = field(default_factory=SparseSettings)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.budget_share is not None and not 0 < self.budget_share <= 1:
+            raise ConfigError(f"budget_share={self.budget_share}: must be above 0 and at most 1")
 
 
 @dataclass

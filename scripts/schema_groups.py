@@ -8,11 +8,13 @@ from typing import Any
 from omegaconf import MISSING
 
 from octavo.scripts.model_shapes import SHAPES
-from octavo.scripts.refusal import ConfigError, at_least, one_of
+from octavo.scripts.refusal import ConfigError, at_least, each_at_least, each_once, one_of
 
 DTYPES = ("auto", "fp32", "fp16", "bf16")
 MATCHED_BY = {"tokens": (), "pages": ("budget_pages",), "bytes": ("budget_bytes", "match_context")}
 """What budgets may be the same in, and the keys of ``sparse`` that say how much of it."""
+PROJECT_LINES = "project_lines"
+LINE_CLASSES = ("in_project", "in_file")
 TRACKING_MODES = ("offline", "online", "off")
 
 
@@ -151,15 +153,29 @@ class SparseSettings:
 @dataclass
 class TaskSettings:
     """name: "code_lines" or a benchmark of ``octavo.scripts.tasks.loaders``. path: its file; null is the item list that
-    comes with octavo. max_prompt_tokens: null is what the model's window leaves."""
+    comes with octavo. max_prompt_tokens: null is what the model's window leaves. lengths, classes, items: of
+    "project_lines" (``octavo.scripts.tasks.project_lines``): tokens of prompt and answer together, where the name that
+    a line uses is defined, and how many items of each class and length; other tasks have none."""
 
     name: str = "code_lines"
     path: str | None = None
     max_prompt_tokens: int | None = None
     max_new_tokens: int = 32
+    lengths: list[int] = field(default_factory=list)
+    classes: list[str] = field(default_factory=list)
+    items: int | None = None
 
     def __post_init__(self) -> None:
-        if self.name != "code_lines" and self.path is None:
+        if self.name == PROJECT_LINES:
+            for key in ("lengths", "classes", "items"):
+                if not getattr(self, key):
+                    raise ConfigError(f"task.{key}={getattr(self, key)}: {PROJECT_LINES} needs at least one")
+            each_once("task.lengths", self.lengths)
+            each_at_least("task.lengths", self.lengths, 1)
+            each_once("task.classes", self.classes, LINE_CLASSES)
+        elif self.lengths or self.classes or self.items is not None:
+            raise ConfigError(f"task.lengths, task.classes and task.items are those of task={PROJECT_LINES} alone")
+        elif self.name != "code_lines" and self.path is None:
             raise ConfigError(f"task.path has no value; {self.name} is read from a file: task.path=FILE")
         at_least("task.max_prompt_tokens", self.max_prompt_tokens, 1)
         at_least("task.max_new_tokens", self.max_new_tokens, 1)

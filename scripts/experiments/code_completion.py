@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from octavo.core.inspection.page_watch import PageWatch
-from octavo.scripts import benchmarks, budgets, build, instruments, plots, report, summary
+from octavo.scripts import benchmarks, budgets, build, instruments, long_context, plots, report, summary
 from octavo.scripts.benchmarks import Item
 from octavo.scripts.instruments import Instruments
 from octavo.scripts.progress import counting, waiting
 from octavo.scripts.refusal import ConfigError
 from octavo.scripts.run import Run, Sample
 from octavo.scripts.schema import CodeCompletion, Pareto, TaskSettings
+from octavo.scripts.schema_groups import PROJECT_LINES
 
 if TYPE_CHECKING:
     from octavo.core import Completion, Engine, SamplingParams
@@ -36,12 +37,17 @@ def run(config: CodeCompletion, run: Run) -> None:
     pages in the prefix cache; each ends as soon as its line is whole. Then the gold line is scored under every method.
     An item that cannot be served is recorded with its error, and the rest goes on.
     """
-    items = benchmarks.load(config.task, config.limit)
+    made = config.task.name == PROJECT_LINES  # to fit a tokenizer
+    items = [] if made else benchmarks.load(config.task, config.limit)
     methods = build.methods(config.sparse)
     with waiting(f"loading {config.model.path}"):
         model, tokenizer = build.load_model(config.model)
         engine = build.engine(config, model, tokenizer)
         methods = budgets.matched(methods, engine, config.sparse)
+    if made:
+        for length in config.task.lengths:
+            long_context.refuse_longer("task.lengths", length, engine)
+        items = benchmarks.load(config.task, config.limit, tokenizer, config.seed)
     engine.watch = PageWatch() if config.page_map else None
     tools = Instruments.of(engine, model, config.sparse)
 
@@ -63,6 +69,7 @@ def run(config: CodeCompletion, run: Run) -> None:
     if not good:
         raise ConfigError(f"none of the {len(items)} items could be served: {run.samples[0]['error']}")
     rows = tools.rows(summary.rows(run.samples, task=config.task.name, seed=config.seed), methods)
+    cells = long_context.grouped_rows(good, ("class", "length"), config.seed, True) if made else []
     figures = {
         "pareto": plots.pareto(rows),
         "by_length": plots.by_length(good, list(methods)),
@@ -70,7 +77,7 @@ def run(config: CodeCompletion, run: Run) -> None:
         **instruments.figures(good, list(methods)),
     }
     maps = [("all items, one after another", engine.watch)]
-    report.publish(run, config, rows, plots=figures, notes=[*NOTES, *tools.notes()], maps=maps)
+    report.publish(run, config, [*rows, *cells], plots=figures, notes=[*NOTES, *tools.notes()], maps=maps)
 
 
 def complete(
@@ -83,9 +90,10 @@ def complete(
     """One item under several methods."""
     from octavo.core import SamplingParams
 
-    base = {"item": item.id, "gold": item.gold}
+    base = {"item": item.id, "gold": item.gold, **item.facts}
     try:
         prompt, gold = prompt_and_gold(item, engine, config.task, tokenizer)
+        methods = build.within_share(config.budget_share, methods, config.sparse, len(prompt), engine)
         params = SamplingParams(max_tokens=config.task.max_new_tokens, seed=_seed(item, config.seed))
         lines = _decode(item, prompt, methods, engine, params)
         likelihoods = engine.score_many([(prompt, gold, method) for method in methods.values()])

@@ -14,18 +14,16 @@ comparison, and exact match does not.
 import argparse
 import gzip
 import random
-import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from rich.progress import track
 
 from octavo.kernels.cache_dir import cache_dir
-from octavo.scripts.tasks.items import CodeItem, Tokenizer, dump_items, leaks, prompt_text, sha256
-from octavo.scripts.tasks.metrics import edit_similarity, identifiers
-from octavo.scripts.tasks.mining import Candidate, Module, candidates, import_lines, parse_project, related_files
+from octavo.scripts.tasks.items import CodeItem, Tokenizer, dump_items
+from octavo.scripts.tasks.mining import candidates, parse_project
+from octavo.scripts.tasks.packing import BuildSpec, pack
 from octavo.scripts.tasks.sources import DATA, Source, python_files, read_sources
 
 # Short prompts first, so that a small limit is quick; the five long ones fill a window of 8,192 tokens, less 40 for
@@ -35,24 +33,13 @@ TARGETS = (
     *(2500, 2700, 2900, 3100, 8000, 2200, 3300, 3500, 8100, 3800, 4200, 5000),
     *(1600, 2000, 3000, 4500, 5500, 6000, 7800, 2600),
 )
-
-
-@dataclass(frozen=True)
-class BuildSpec:
-    """What the items of a list look like; lengths in tokens of the building tokenizer."""
-
-    targets: tuple[int, ...] = TARGETS  # prompt length of each item, in order
-    shortfall: float = 0.02  # share of its target that a prompt may fall short of
-    max_in_file: float = 0.5  # share of its target that the in-file code may take
-    in_file_lines: int = 40  # code kept before the gold line, besides the file's imports
-    max_gold_tokens: int = 16
-    likeness: tuple[float, float] = (70.0, 95.0)  # bounds of `likeness`, in points
+DEFAULT = BuildSpec(targets=TARGETS)
 
 
 def build_items(
     sources_dir: Path,
     tokenizer: Tokenizer,
-    spec: BuildSpec = BuildSpec(),
+    spec: BuildSpec = DEFAULT,
     seed: int = 0,
     sources: Sequence[Source] | None = None,
 ) -> list[CodeItem]:
@@ -88,108 +75,17 @@ class _Miner:
         rng.shuffle(self.left)
 
     def take(self, target: int, tokenizer: Tokenizer, spec: BuildSpec) -> CodeItem | None:
+        def length(text: str) -> int:
+            return len(tokenizer.encode(text))
+
         for candidate in self.left:
-            if len(tokenizer.encode(candidate.gold.strip())) > spec.max_gold_tokens:
+            if length(candidate.gold.strip()) > spec.max_gold_tokens:
                 continue
-            item = _pack(candidate, self.project, self.source, target, tokenizer, spec)
+            item = pack(candidate, self.project, self.source, target, length, spec)
             if item is not None:
                 self.left = [c for c in self.left if c.path != candidate.path]
                 return item
         return None
-
-
-def _pack(
-    candidate: Candidate,
-    project: dict[str, Module],
-    source: Source,
-    target: int,
-    tokenizer: Tokenizer,
-    spec: BuildSpec,
-) -> CodeItem | None:
-    """The candidate with as much cross-file code as `target` allows, or None.
-
-    None if that is too little, if the prompt leaks the gold line, if it lacks one of its identifiers, or if the
-    likeness of the gold line to the cross-file code is out of bounds: reading, not guessing, is what the task is about.
-
-    Files enter whole, the most relevant first and empty ones left out, until one does not fit. Of that one as many
-    lines enter as fit: from the definition on if it is the defining file, else from the top. Nothing enters after it.
-    """
-    item = CodeItem(
-        item_id=f"{source.folder}/{candidate.path}:{candidate.line}",
-        source=source.name,
-        version=source.version,
-        licence=source.licence,
-        path=candidate.path,
-        setting="cross_file_first" if candidate.first_use else "cross_file_random",
-        context=(),
-        prefix=_in_file_code(project[candidate.path], candidate.line, spec.in_file_lines),
-        gold=candidate.gold,
-        uses=candidate.name,
-        defined_in=candidate.defined_in,
-        tokens=0,
-        prompt_sha256="",
-    )
-
-    def length(trial: CodeItem) -> int:
-        return len(tokenizer.encode(prompt_text(trial)))
-
-    if length(item) > spec.max_in_file * target:
-        return None
-    related = related_files(candidate.path, candidate.defined_in, project)
-    for path in (p for p in related if project[p].text.strip()):
-        lines = project[path].text.rstrip().split("\n")
-        start = candidate.definition_line - 1 if path == candidate.defined_in else 0
-        extended = partial(_with_lines, item, path, lines, start)
-        fitting = _largest(len(lines), lambda count, extended=extended: length(extended(count)) <= target)
-        if fitting:
-            item = extended(fitting)
-        if fitting < len(lines):
-            break
-
-    prompt = prompt_text(item)
-    tokens = len(tokenizer.encode(prompt))
-    if tokens < (1 - spec.shortfall) * target or not item.context or leaks(item.gold, prompt):
-        return None
-    if not set(identifiers(item.gold, "python")) <= set(re.findall(r"\w+", prompt)):
-        return None
-    low, high = spec.likeness
-    if not low <= likeness(item) <= high:
-        return None
-    return replace(item, tokens=tokens, prompt_sha256=sha256(prompt))
-
-
-def likeness(item: CodeItem) -> float:
-    """Edit similarity, in points, of the gold line to the line of cross-file code that is most like it, both without
-    indentation."""
-    gold = item.gold.strip()
-    lines = {line.strip() for _, text in item.context for line in text.split("\n")}
-    return max(edit_similarity(line, gold) for line in lines)
-
-
-def _with_lines(item: CodeItem, path: str, lines: list[str], start: int, count: int) -> CodeItem:
-    """`item` with `count` more lines of context, from `start` on; near the end of its file the window moves up."""
-    first = min(start, len(lines) - count)
-    return replace(item, context=((path, "\n".join(lines[first : first + count])), *item.context))
-
-
-def _in_file_code(module: Module, line: int, keep: int) -> str:
-    """Code before 1-based `line`: all of it, or the file's imports and the last `keep` lines."""
-    before = module.text.split("\n")[: line - 1]
-    if len(before) > keep:
-        crop = len(before) - keep
-        before = [*import_lines(module, before=crop + 1), "", *before[crop:]]
-    return "\n".join(before)
-
-
-def _largest(high: int, fits: Callable[[int], bool]) -> int:
-    """The largest count in [0, high] that fits, 0 being taken to fit; asks about `high` first."""
-    if fits(high):
-        return high
-    low = 0
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
 
 
 def notice(sources: Sequence[Source], sources_dir: Path) -> str:
@@ -220,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     from transformers import AutoTokenizer  # here, because a library user builds with a tokenizer already loaded
 
-    spec, sources = BuildSpec(), read_sources()
+    spec, sources = DEFAULT, read_sources()
     tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer)
     items = build_items(arguments.sources, tokenizer, spec, arguments.seed, sources)
     used = [s for s in sources if any(i.source == s.name for i in items)]

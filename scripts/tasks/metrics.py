@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from itertools import accumulate
 
-from rapidfuzz import fuzz
+from rapidfuzz import fuzz, process
 
 from octavo.scripts.tasks.keywords import KEYWORDS
 
@@ -39,6 +39,12 @@ def exact_match(prediction: str, gold: str) -> float:
 def edit_similarity(prediction: str, gold: str) -> float:
     """Normalised indel similarity in [0, 100]; white space counts."""
     return fuzz.ratio(prediction, gold)
+
+
+def closest(lines: Sequence[str], line: str) -> float:
+    """The largest ``edit_similarity`` of any of ``lines``; 0 if there is none."""
+    found = process.extractOne(line, lines, scorer=fuzz.ratio, processor=None)
+    return float(found[1]) if found else 0.0
 
 
 def first_code_line(output: str, language: str = "python") -> str:

@@ -23,6 +23,12 @@ class Candidate:
     definition_line: int
     first_use: bool  # no earlier line of the file uses the name (RepoBench's cross_file_first)
 
+    @property
+    def setting(self) -> str:
+        if self.defined_in == self.path:
+            return "in_file"
+        return "cross_file_first" if self.first_use else "cross_file_random"
+
 
 @dataclass(frozen=True)
 class Module:
@@ -51,7 +57,14 @@ def candidates(module: Module, project: Mapping[str, Module]) -> list[Candidate]
     name which the file imports at module level from another file of the project, which defines it at module level.
     A name that the function rebinds is not the imported one.
     """
-    origins = {local: where for local in module.imports if (where := _resolve(project, module.path, local))}
+    return [c for c in all_candidates(module, project) if c.setting != "in_file"]
+
+
+def all_candidates(module: Module, project: Mapping[str, Module]) -> list[Candidate]:
+    """The same, and lines that read no such name but one that their own file defines at module level. Of several names
+    of a line, those of other files come first, then the first in the line."""
+    imported = {local: where for local in module.imports if (where := _resolve(project, module.path, local))}
+    origins = {name: (module.path, name) for name in module.defines} | imported
     first_uses: dict[str, int] = {}
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Name):
@@ -70,7 +83,8 @@ def candidates(module: Module, project: Mapping[str, Module]) -> list[Candidate]
             reads = {n.id for n in ast.walk(statement) if isinstance(n, ast.Name) and n.id in visible}
             if not reads or not MIN_CHARS <= len(line.strip()) <= MAX_CHARS:
                 continue
-            name = min(reads, key=lambda n, line=line: re.search(rf"\b{n}\b", line).start())
+            place = {name: re.search(rf"\b{name}\b", line).start() for name in reads}
+            name = min(reads, key=lambda n, place=place: (origins[n][0] == module.path, place[n]))
             path, original = origins[name]
             found.append(
                 Candidate(
@@ -99,7 +113,16 @@ def related_files(path: str, first: str, project: Mapping[str, Module]) -> list[
 def import_lines(module: Module, before: int) -> list[str]:
     """Module-level import statements that end before 1-based line `before`, one string each, without indentation."""
     statements = (n for n in _module_level(module.tree) if isinstance(n, ast.Import | ast.ImportFrom))
-    return [ast.get_source_segment(module.text, n) or "" for n in statements if (n.end_lineno or n.lineno) < before]
+    lines = module.text.split("\n")
+    return [_segment(lines, n) for n in statements if (n.end_lineno or n.lineno) < before]
+
+
+def _segment(lines: list[str], node: ast.stmt) -> str:
+    """The source of a statement; ``ast.get_source_segment`` splits the whole file anew each time, a sign at a time."""
+    own = [line.encode() for line in lines[node.lineno - 1 : node.end_lineno]]
+    own[-1] = own[-1][: node.end_col_offset]
+    own[0] = own[0][node.col_offset :]
+    return b"\n".join(own).decode()
 
 
 def _module_level(tree: ast.Module) -> Iterator[ast.stmt]:

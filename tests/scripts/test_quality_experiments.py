@@ -239,3 +239,56 @@ class TestCalibrate:
             said, config = basis_files.read(file.read_bytes(), str(file)).provenance, Calibrate(experiment="calibrate")
             assert (said["method"], said["rank"], said["tokens"]) == (method, config.rank, config.tokens)
             assert file.stat().st_size < 1e6
+
+
+class TestProjectLines:
+    """The main job on lines that are made when it begins, from a project that stands for those at hand."""
+
+    @pytest.fixture
+    def arguments(self, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
+        from octavo.scripts.tasks import project_lines
+        from octavo.scripts.tasks.mining import parse_project
+        from octavo.scripts.tasks.sources import Source
+
+        helper = "def ab(s):\n    return s\n\n\ndef twin(s):\n    n = ab(s) + 1\n"
+        user = "from .helper import ab\n\n\ndef use(s):\n    n = ab(s) * {}\n    return n\n"
+        files = {"toy/helper.py": helper, "toy/filler.py": "Z = 1\n" * 90}
+        project = parse_project(files | {f"toy/use_{n}.py": user.format(n) for n in range(3, 7)})
+        source = Source("toy", "1.0", "", "", "MIT", "", "", ("toy",))
+        monkeypatch.setattr(project_lines, "PROJECTS", (("toy", "toy"),))
+        monkeypatch.setattr(project_lines, "_read", lambda name, folder: (source, project))
+        task = ("task=project_lines", "task.lengths=[400,500]", "task.classes=[in_project]", "task.items=2")
+        return (*task, f"model.path={tiny_model}", "task.max_new_tokens=6", "engine.step_tokens=512")
+
+    def test_a_run(self, arguments: tuple[str, ...], octavo: Command) -> None:
+        outcome = octavo(*arguments, *METHODS[:1], METHODS[2], "budget_share=0.35")
+        assert outcome.code == 0, outcome.err
+        rows = outcome.metrics["rows"]
+        assert [(row["task"], row.get("length"), row["method"]) for row in rows] == [
+            (task, length, method)
+            for task, length in (("project_lines", None), ("in_project", 400), ("in_project", 500))
+            for method in NAMES
+        ]
+        assert [row["items"] for row in rows] == [4] * 3 + [2] * 6
+        dense, streaming, quest = rows[:3]
+        assert streaming["kv_bytes_per_token"] < 0.5 * dense["kv_bytes_per_token"]
+        assert quest["kv_bytes_per_token"] == quest["predicted_kv_bytes_per_token"]
+        for sample in samples(outcome.folder):
+            assert (sample["class"], sample["source"]) == ("in_project", "toy 1.0") and len(
+                sample["prompt_sha256"]
+            ) == 64
+            assert 0.93 * sample["length"] - 22 <= sample["prompt_tokens"] <= sample["length"]
+
+    @pytest.mark.parametrize(
+        ("override", "message"),
+        [
+            ("task.lengths=[2000]", "task.lengths=2000: the engine's sequences have at most 1024 tokens"),
+            ("task.lengths=[]", "task.lengths=[]: project_lines needs at least one"),
+            ("task.classes=[in_files]", "task.classes=in_files: unknown; did you mean 'in_file'?"),
+            ("budget_share=1.5", "budget_share=1.5: must be above 0 and at most 1"),
+            ("task=code_lines", "those of task=project_lines alone"),
+        ],
+    )
+    def test_refusals(self, override: str, message: str, arguments: tuple[str, ...], octavo: Command) -> None:
+        outcome = octavo(*arguments, *METHODS, override)
+        assert outcome.code == 1 and message in outcome.err

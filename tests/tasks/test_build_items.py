@@ -2,8 +2,9 @@ from dataclasses import replace
 
 import pytest
 
-from octavo.scripts.tasks.build_items import BuildSpec, build_items, likeness, notice
+from octavo.scripts.tasks.build_items import build_items, notice
 from octavo.scripts.tasks.items import CodeItem, dump_items, leaks, prompt_text, sha256
+from octavo.scripts.tasks.packing import BuildSpec, likeness
 from octavo.scripts.tasks.sources import Source
 
 WHOLE = """\

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 
-from octavo.scripts.tasks.build_items import likeness
 from octavo.scripts.tasks.items import (
     CodeItem,
     dump_items,
@@ -17,6 +16,7 @@ from octavo.scripts.tasks.items import (
     sha256,
 )
 from octavo.scripts.tasks.metrics import identifiers
+from octavo.scripts.tasks.packing import likeness
 from octavo.scripts.tasks.sources import DATA, read_sources
 
 
