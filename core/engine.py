@@ -45,7 +45,6 @@ from octavo.core.scoring import score_many
 from octavo.core.sequence import NEVER, Request
 from octavo.core.sequence import Sequence as TokenSequence
 from octavo.core.session import Session
-from octavo.core.shared_list import SharedList
 from octavo.core.workers.generation import finish, generate
 from octavo.core.workers.producing import Producer, Productions
 from octavo.core.workers.turn import MARKER
@@ -209,6 +208,7 @@ class Engine:
         salt: str | None = None,
         unseen_tokens: int = 0,
         reuse: SegmentReuse | None = None,
+        token_prior: Sequence[float] | None = None,
     ) -> str:
         """Queue a request and give its id. Nothing is held before the scheduler admits it.
 
@@ -218,13 +218,16 @@ class Engine:
             salt: only requests with the same salt share cached pages.
             unseen_tokens: of the end of the prompt, which a method that drops tokens does not know when it decides.
             reuse: how its images are reused, instead of the engine's way.
+            token_prior: 0 to 1 for each prompt token, what is known of its worth beforehand, for a method that asks.
 
         Raises:
             CapacityError: the prompt and what must follow it can never fit.
             ValueError: an unusable prompt, or an id that is in use.
         """
         read = self._prompts.read_segments(prompt)
-        return accept(self, read, params, request_id, method, priority, salt, unseen_tokens, reuse)
+        return accept(
+            self, read, params, request_id, method, priority, salt, unseen_tokens, reuse, token_prior=token_prior
+        )
 
     def step(self) -> list[StepOutput]:
         """One forward pass for whoever is next, and the news it brings.

@@ -209,6 +209,7 @@ class HFModel:
             vocab_size=logits.shape[-1],
             max_tokens=getattr(text, "max_position_embeddings", None) or 1 << 20,
             windows=tuple(probe.calls[layer].window for layer in range(layers)),
+            sinks=any(traits.sinks is not None for traits in probe.calls.values()),
         )
 
     def _eos_ids(self) -> frozenset[int]:

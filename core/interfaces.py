@@ -20,7 +20,8 @@ from torch import Tensor
 class ModelSpec:
     """What the engine must know of a model; read from its config and from one probing forward pass.
 
-    ``window[l]`` is the sliding window of layer l in tokens, 0 for full attention.
+    ``window[l]`` is the sliding window of layer l in tokens, 0 for full attention. ``sinks``: some layer has learned
+    logits that join its softmax.
     """
 
     name: str
@@ -32,6 +33,7 @@ class ModelSpec:
     vocab_size: int
     max_tokens: int
     windows: tuple[int, ...]
+    sinks: bool = False
 
     def kv_bytes_per_token(self, itemsize: int) -> int:
         return self.layers * 2 * self.kv_heads * self.head_dim * itemsize
@@ -234,7 +236,8 @@ class PageView(Protocol):
     ``away`` is None, or what there is to know of pages that are in the host tier alone (``Hosting``).
 
     ``n_pages [b]`` int32 counts the open page at the end, whose digest does not exist yet; ``max_pages`` is the
-    largest of them, P. ``seeds [b]`` int64 are the requests' own. ``layers`` counts those of the model.
+    largest of them, P. ``seeds [b]`` int64 are the requests' own. ``layers`` counts those of the model. ``prior`` fp32
+    [b, P], 0 to 1, is what requests say of their pages beforehand; None where none says anything.
 
     A method leaves there what its parts need: ``budget``, the pages that a KV head of this layer may read (on average),
     and ``reusable``, a choice for the later layers of the same step.
@@ -246,8 +249,9 @@ class PageView(Protocol):
     n_pages: Tensor
     max_pages: int
     seeds: Tensor
+    prior: Tensor | None
     budget: int
-    reusable: Selection | None
+    reusable: Selection | TokenSelection | None
 
     @property
     def away(self) -> AwayPages | None: ...
@@ -323,6 +327,10 @@ class PageView(Protocol):
         pages that are away are 0."""
         ...
 
+    def attend(self, q: Tensor, tokens: TokenSelection) -> Tensor:
+        """Attention ``[b, Hq, D]`` of ``q`` over single tokens, in plain torch: for bounds, not for speed."""
+        ...
+
 
 @dataclass(frozen=True)
 class Selection:
@@ -392,6 +400,15 @@ class AwayPages(Protocol):
 
 
 @dataclass(frozen=True)
+class TokenSelection:
+    """Single tokens to read, which no kernel can: ``tokens`` int64 [b, Hkv, S], positions in any order, and ``counts``
+    int64 [b, Hkv] of them that are meant. Entries past the count may be any position of a page."""
+
+    tokens: Tensor
+    counts: Tensor
+
+
+@dataclass(frozen=True)
 class PagesRead:
     """Reads of one sequence in one layer: pages of K and V a KV head, and elements a KV head to choose them."""
 
@@ -399,15 +416,75 @@ class PagesRead:
     scoring_elements: int
 
 
+class QueryBlocks(Protocol):
+    """N blocks of queries of one sequence in one layer, and the P pages up to the end of the last of them, all full.
+    Nothing is read until it is asked for, and what is read is counted.
+
+    Block n holds ``block_tokens`` queries, m, from position ``(first + n) * block_tokens`` on: ``q [N, m, Hq, D]``.
+    """
+
+    layer: int
+    traits: LayerTraits
+    page_tokens: int
+    block_tokens: int
+    first: int
+    q: Tensor
+
+    @property
+    def kv_heads(self) -> int: ...
+    @property
+    def ends(self) -> Tensor:
+        """int64 [N], pages up to the end of each block."""
+        ...
+
+    def keys(self) -> Tensor:
+        """K of all pages, ``[P, Hkv, p, D]``. Counted as if every block read those up to its end by itself."""
+        ...
+
+
+class PrefillPattern(Protocol):
+    """Chooses, per layer and KV head, the pages that a block of a prompt's queries reads.
+
+    Blocks begin at multiples of ``block_tokens``, wherever a step begins, and are computed whole, so neither the
+    chunks of a prompt nor who else is in a step have a part in the choice. ``provenance`` marks the keys of pages
+    whose KV was computed so. A pattern holds no state of a request or an engine.
+    """
+
+    @property
+    def block_tokens(self) -> int: ...
+    @property
+    def provenance(self) -> str: ...
+    @property
+    def adaptive(self) -> bool:
+        """Whether it may read less than is predicted, as scores demand."""
+        ...
+
+    def validate(self, spec: ModelSpec, page_tokens: int) -> None:
+        """Raises ValueError if the pattern cannot serve a model on pages of this size."""
+        ...
+
+    def choose(self, blocks: QueryBlocks) -> Tensor:
+        """bool [N, H, P], H is Hkv, or 1 where all heads agree. A block reads its own pages whatever this says of
+        them, and none that come later."""
+        ...
+
+    def predict(self, block: int, layer: int, spec: ModelSpec, page_tokens: int) -> PagesRead:
+        """What block number ``block`` of a prompt will read in ``layer``, in closed form; the most, if ``adaptive``."""
+        ...
+
+
 class SparseMethod(Protocol):
     """Chooses, per sequence, layer and KV head, the pages that a decoding query reads.
 
     ``provenance`` marks the keys of pages whose KV this method has shaped. ``digest`` is None if the method chooses
-    without one. A method holds no state of a request or an engine.
+    without one, ``prefill``, which may be left out, if prompts are computed densely. A method holds no state of a
+    request or an engine.
     """
 
     @property
     def name(self) -> str: ...
+    @property
+    def prefill(self) -> PrefillPattern | None: ...
     @property
     def digest(self) -> Digest | None: ...
     @property
@@ -430,8 +507,8 @@ class SparseMethod(Protocol):
         """Raises ValueError if the method cannot serve a model on pages of this size."""
         ...
 
-    def select(self, q: Tensor, pages: PageView) -> Selection | None:
-        """Pages for ``q [b, Hq, D]``; None reads them all."""
+    def select(self, q: Tensor, pages: PageView) -> Selection | TokenSelection | None:
+        """Pages, or single tokens, for ``q [b, Hq, D]``; None reads all pages."""
         ...
 
     def resolve(self, selection: Selection, pages: PageView) -> tuple[Tensor, Tensor]:
@@ -517,8 +594,18 @@ class Budget(Protocol):
         ...
 
 
+class Prior(Protocol):
+    """Joins what a request says of its pages beforehand to what a scorer says of them."""
+
+    def favour(self, scores: Tensor, budget: Tensor, keep: Tensor, pages: PageView) -> Tensor:
+        """``scores`` fp32 [b, H, P] with ``PageView.prior``; ``budget`` and ``keep`` as for ``Selector.select``."""
+        ...
+
+
 class Selector(Protocol):
-    def select(self, scores: Tensor, budget: Tensor, keep: Tensor, pages: PageView, most: int) -> Selection:
+    def select(
+        self, scores: Tensor, budget: Tensor, keep: Tensor, pages: PageView, most: int
+    ) -> Selection | TokenSelection:
         """Pick at most ``budget [b, H]`` (and at most ``most``) of each row's ``pages.n_pages [b]`` pages; those in
         ``keep`` bool [b, P] first, then by ``scores`` fp32 [b, H, P]. The open page is always picked."""
         ...

@@ -42,6 +42,9 @@ class Sample:
         resident_lookups: pages, one a layer and KV head, that such a method chose among those that lie there.
         resident_misses: those of them that were not on the device.
         drafts: what became of its drafts, under a method that drafts.
+        prefill_bytes_read: bytes of K and V behind the table entries that blocks of the prompt's queries were given
+            where a prefill pattern chose them; 0 without one.
+        prefill_scoring_bytes_read: bytes of K that were read to choose those.
     """
 
     token_ids: list[int]
@@ -57,6 +60,8 @@ class Sample:
     resident_lookups: int = 0
     resident_misses: int = 0
     drafts: DraftCounts = field(default_factory=DraftCounts)
+    prefill_bytes_read: int = 0
+    prefill_scoring_bytes_read: int = 0
 
 
 @dataclass

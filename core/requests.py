@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Sequential
 from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
 
 from octavo.core import interrupts, sizing
 from octavo.core.config import SamplingParams
@@ -28,6 +32,14 @@ def validate_method(method: SparseMethod, engine: Engine) -> None:
     if getattr(method, "compressor", None) is not None:
         engine._compaction.validate()
     require_host_tier(method, engine)
+    pattern = getattr(method, "prefill", None)
+    if pattern is not None and getattr(method, "compressor", None) is not None:
+        raise ValueError(f"method {method.name!r} drops tokens and has a prefill pattern; they do not go together yet")
+    if pattern is not None and pattern.block_tokens > engine.config.step_tokens:
+        raise ValueError(
+            f"method {method.name!r} computes prompts in blocks of {pattern.block_tokens} tokens, but a step has "
+            f"at most step_tokens={engine.config.step_tokens}; raise it, or take smaller blocks"
+        )
 
 
 def require_room(
@@ -65,6 +77,7 @@ def new_request(
     required_tokens: int | None = None,
     layout: PageLayout | None = None,
     unseen_tokens: int = 0,
+    token_prior: Sequential[float] | None = None,
 ) -> Request:
     """Check everything that can be wrong with a request; changes nothing but the count of arrivals."""
     params = params or SamplingParams()
@@ -96,6 +109,7 @@ def new_request(
         beyond = engine._runner.whole_tokens(method.draft)
         rule = DraftRule(method.draft, most, beyond, engine._max_tokens, method.forced_acceptance)
         method = None
+    prior = None if token_prior is None else _page_prior(token_prior, len(prompt), method, engine)
     arrival = engine._arrivals
     while request_id is None and f"request-{arrival}" in engine._requests:
         arrival += 1
@@ -115,6 +129,7 @@ def new_request(
         unseen_tokens=unseen_tokens,
         hosting=None if method is None else hosting_of(method, engine),
         drafting=rule,
+        prior=prior,
     )
 
 
@@ -129,14 +144,34 @@ def accept(
     unseen_tokens: int = 0,
     reuse: SegmentReuse | None = None,
     *,
+    token_prior: Sequential[float] | None = None,
     streamed: bool = True,
 ) -> str:
     """``Engine.submit`` of a prompt that is read. One that is not ``streamed`` gets no text."""
     tokens, layout = read.tokens, extended(engine, engine._text, 0, read.segments, reuse)
-    request = new_request(engine, tokens, params, request_id, method, priority, salt, None, layout, unseen_tokens)
+    request = new_request(
+        engine, tokens, params, request_id, method, priority, salt, None, layout, unseen_tokens, token_prior
+    )
     request.streamed = streamed
     sequence = Sequence(request, 0, SharedList(request.prompt), engine._pool, engine._plan)
     with interrupts.held():
         engine._enter(request, sequence)
         engine._scheduler.add(sequence)
     return request.request_id
+
+
+def _page_prior(
+    given: Sequential[float], tokens: int, method: SparseMethod | None, engine: Engine
+) -> NDArray[np.float32]:
+    """The largest value of each page's tokens."""
+    if getattr(method, "prior", None) is None:
+        name = "dense" if method is None else method.name
+        raise ValueError(f"token_prior goes with a method that has a prior, and {name} has none")
+    values = np.asarray(given, np.float32)
+    if values.shape != (tokens,):
+        raise ValueError(f"token_prior has the shape {list(values.shape)}, but the prompt has {tokens} tokens")
+    if not ((values >= 0) & (values <= 1)).all():
+        raise ValueError(f"token_prior must be 0 to 1, got {values.min()} to {values.max()}")
+    page = engine.config.text_page_tokens
+    pages: NDArray[np.float32] = np.pad(values, (0, -tokens % page)).reshape(-1, page).max(1)
+    return pages

@@ -55,6 +55,12 @@ class Chunk:
         counts.drafted += drafts
         self.sequence.computed = self.end - drafts
 
+    @property
+    def in_blocks(self) -> bool:
+        """Whether a prefill pattern chooses what it reads, a block of queries at a time."""
+        span = self.sequence.sparse_span(self.start)
+        return span is not None and span.block > 1
+
 
 @dataclass
 class StepPlan:
@@ -384,7 +390,7 @@ class Scheduler:
             # As much as there is room for: what a window passes makes room for the rest.
             room = self._pool.units_left(match.device_pages)
             count = bisect_right(range(1, count + 1), room, key=fresh_for)
-            count = max(layout.least_chunk(hit_tokens), layout.unsplit(hit_tokens + count) - hit_tokens)
+            count = max(sequence.least_chunk(hit_tokens), sequence.unsplit(hit_tokens + count) - hit_tokens)
         fresh = fresh_for(count)
         victims = sorted((s for s in self.running if s.request.priority < sequence.request.priority), key=_worth)
         if not self._could_fit(fresh, match, len(victims)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from octavo.core.config import SamplingParams
@@ -24,16 +25,17 @@ def score_many(
     items: Sequence[tuple[Prompt, str | list[int], SparseMethod | None]],
     unseen_tokens: int = 0,
     reuse: SegmentReuse | None = None,
+    priors: Sequence[Sequence[float] | None] = (),
 ) -> list[list[float]]:
     """``Engine.score`` for several (prompt, target, method) at once, batched; ``unseen_tokens`` and ``reuse`` as for
-    ``Engine.submit``."""
+    ``Engine.submit``, ``priors``: a token prior of each, or None."""
     requests = []
     params = SamplingParams(max_tokens=1, seed=engine.config.seed)
-    for prompt, target, method in items:
+    for (prompt, target, method), prior in zip_longest(items, priors):
         prefix, segments = engine._prompts.read_segments(prompt)
         forced = engine._prompts.read(target, continues=True)
         layout = extended(engine, engine._text, 0, segments, reuse)
-        request = new_request(engine, prefix, params, None, method, 0, None, len(forced), layout, unseen_tokens)
+        request = new_request(engine, prefix, params, None, method, 0, None, len(forced), layout, unseen_tokens, prior)
         requests.append((request, forced))
     for request, forced in requests:
         sequence = TokenSequence(request, 0, SharedList(request.prompt, forced), engine._pool, engine._plan)

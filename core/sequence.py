@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from octavo.core.encoding.pieces import pieces, reach, reused
 from octavo.core.encoding.sources import Loan, find_loans, find_nodes, lent_nodes, source_request
 from octavo.core.execution.drafts import DraftRule, Drafts
 from octavo.core.hosting.shelf import Shelf
-from octavo.core.interfaces import Hosting, SparseMethod
+from octavo.core.interfaces import Hosting, PrefillPattern, SparseMethod
 from octavo.core.memory.block_table import BlockTable
 from octavo.core.memory.layer_groups import LayerPlan
 from octavo.core.memory.page_layout import PageLayout
@@ -40,11 +41,13 @@ KNOWN_LOGPROB_ROWS = 512
 
 class SparseSpan(NamedTuple):
     """Tokens ``start`` to ``stop`` (exclusive) were, or will be, computed under the sparse method; ``seed`` is what a
-    method that draws drew from, and 0 for others."""
+    method that draws drew from, and 0 for others. ``block`` of them have one choice of pages: 1, or a whole block of
+    queries of the method's prefill pattern, at multiples of which the span starts and stops."""
 
     start: int
     stop: int
     seed: int = 0
+    block: int = 1
 
 
 @dataclass(eq=False)
@@ -52,7 +55,7 @@ class Request:
     """One prompt and its samples. ``unforked`` samples will branch off the first when the prompt is computed.
 
     ``method`` shapes its KV, ``drafting`` only drafts; it has one of them at most. ``layout`` says how its tokens fall
-    into pages.
+    into pages; ``prior`` fp32 is what is known of the prompt's pages beforehand.
     ``hosting`` says how its pages lie in the host tier, if the method reads them from there. ``keep``, if given, takes
     the ended sequence over with its pages (a session's turn), and may change the news of it.
     ``error`` ended it, if any. ``streamed``: its text is made as its tokens come. ``markers``, token ids and texts, end
@@ -80,12 +83,20 @@ class Request:
     error: ValueError | None = None
     markers: frozenset[int | str] = frozenset()
     streamed: bool = True
+    prior: NDArray[np.float32] | None = None
+
+    @cached_property
+    def shaped_by(self) -> str:
+        """What shapes the KV of generated tokens: the method with all that it goes by, but for the seed."""
+        if self.method is None or self.prior is None:
+            return "" if self.method is None else self.method.provenance
+        return f"{self.method.provenance} prior {hashlib.sha256(self.prior.tobytes()).hexdigest()}"
 
     @cached_property
     def draws_on_device(self) -> bool:
         """Whether nothing but the drawn tokens has to come to the host: no log-probabilities, no penalty that depends
-        on what was drawn, all pages of one size and on the device, nothing that a method's choice of pages waits
-        for."""
+        on what was drawn, all pages of one size and on the device, nothing that a method's choice of pages waits for,
+        and no prior, which the device is not told."""
         params = self.params
         return params.logprobs is None and params.prompt_logprobs is None and self.drafts_on_device
 
@@ -98,6 +109,7 @@ class Request:
             and self.layout.uniform
             and self.hosting is None
             and not getattr(chooser, "waits", False)
+            and self.prior is None
         )
 
     @property
@@ -125,6 +137,7 @@ class Sequence:
         tokens  [ prompt ............ | generated (or, when scoring, forced) ... ]
                 0          computed ^               goal ^
                 [ dense: any chunk    | sparse: one token a step                 ]
+                [ pattern: whole blocks | less than a block: dense ]
 
     ``drafts`` are tokens behind these that may not stand (``octavo.core.execution.drafts``); to all but those who
     compute them they do not exist.
@@ -143,8 +156,9 @@ class Sequence:
     which tokens of its images will be computed.
 
     Under a sparse method the tokens in ``sparse_spans`` are computed one at a time, each with its own selection, so
-    that recomputing them after a preemption gives the KV that decoding gave. From the first of them on, the KV is
-    shaped by the method, and the keys of its pages say so.
+    that recomputing them after a preemption gives the KV that decoding gave; under its prefill pattern, if it has one,
+    in whole blocks of queries. From the first of them on, the KV is shaped by the method, and the keys of its pages say
+    so. A block's choice depends on all of its queries, so it is found in the prefix cache as a whole, or not at all.
 
     A compressor decides at the ``points``, and then at every so many tokens, what is ``kept`` of the full pages; these
     become holes, as behind a window, unless they are only hidden. ``compressed`` tokens were computed when it decided
@@ -164,8 +178,7 @@ class Sequence:
         self.shelf: Shelf | None = None
         self.sparse_spans: list[SparseSpan] = []
         if request.method is not None:
-            seed = self.seed if request.method.draws else 0
-            self.sparse_spans = [SparseSpan(len(request.prompt), NEVER, seed)]
+            self.sparse_spans = self.method_spans(0)
         self.drafts = Drafts(request.drafting)
         self.points: list[Point] = []
         if request.compressor is not None:
@@ -189,6 +202,8 @@ class Sequence:
         self.lost_sources = self.compares = False
         self.host_bytes_read = 0
         self.resident_lookups = self.resident_misses = 0
+        self.prefill_bytes_read = 0
+        self.prefill_scoring_bytes_read = 0
         self._keys: SharedList[PageKey] = SharedList()
         self.nodes: SharedList[Node] = SharedList()
 
@@ -213,6 +228,11 @@ class Sequence:
     @property
     def seed(self) -> int:
         return self.request.seed + self.sample
+
+    @property
+    def pattern(self) -> PrefillPattern | None:
+        """How the prompt is computed, if not densely."""
+        return getattr(self.request.method, "prefill", None)
 
     @property
     def generated(self) -> int:
@@ -266,18 +286,51 @@ class Sequence:
             resident_lookups=self.resident_lookups,
             resident_misses=self.resident_misses,
             drafts=self.drafts.counts,
+            prefill_bytes_read=self.prefill_bytes_read,
+            prefill_scoring_bytes_read=self.prefill_scoring_bytes_read,
         )
+
+    def method_spans(self, known: int) -> list[SparseSpan]:
+        """What the request's method will compute of the tokens from ``known`` on: whole blocks of the prompt if it has
+        a prefill pattern, and all that is generated."""
+        method, prompt = self.request.method, len(self.request.prompt)
+        assert method is not None
+        spans = []
+        if self.pattern is not None:
+            block = self.pattern.block_tokens
+            start, stop = -(-known // block) * block, prompt // block * block
+            spans += [SparseSpan(start, stop, 0, block)] if start < stop else []
+        return [*spans, SparseSpan(prompt, NEVER, self.seed if method.draws else 0)]
 
     def chunk(self, room: int) -> int:
         """Tokens that a step with room for so many may compute. An item that must not be split goes whole, or not at
-        all; 0 if it does not fit."""
+        all, and so does a block of queries; 0 if it does not fit."""
         stop = reach(self.layout, self.computed, min(self.chunk_limit(), room))
-        return self.layout.unsplit(min(stop, self.goal + len(self.drafts.tokens))) - self.computed
+        return self.unsplit(min(stop, self.goal + len(self.drafts.tokens))) - self.computed
+
+    def unsplit(self, token: int) -> int:
+        """``token``, or the first token of the bidirectional item, or the block of queries, that computing no further
+        would split."""
+        return self._block_start(self.layout.unsplit(token))
+
+    def whole(self, token: int) -> int:
+        """``token``, or the first token of the item (``PageLayout.whole``), or the block of queries, that keeping no
+        more would cut in two."""
+        return self._block_start(self.layout.whole(token))
+
+    def _block_start(self, token: int) -> int:
+        span = self.sparse_span(token)
+        return token if span is None else token - (token - span.start) % span.block
+
+    def least_chunk(self, token: int) -> int:
+        """The fewest tokens that a step may compute from ``token`` on."""
+        span = self.sparse_span(token)
+        return max(self.layout.least_chunk(token), 1 if span is None else span.block)
 
     def fitting(self, tokens: int) -> int:
         """The same where there is room for the pages of so many tokens, computed in this step or not."""
         stop = max((end for _, end in self.pieces(tokens)), default=self.computed)
-        return self.layout.unsplit(stop) - self.computed
+        return self.unsplit(stop) - self.computed
 
     def pieces(self, tokens: int) -> list[tuple[int, int]]:
         """What has to be computed of the next ``tokens`` tokens, in stretches."""
@@ -298,12 +351,12 @@ class Sequence:
         if self.points:
             left = min(left, self.due.at - self.computed)
         if self.logprobs_from is not None:
-            left = min(left, max(KNOWN_LOGPROB_ROWS, self.layout.least_chunk(self.computed)))
-        for start, stop, _ in self.sparse_spans:
+            left = min(left, max(KNOWN_LOGPROB_ROWS, self.least_chunk(self.computed)))
+        for start, stop, _, block in self.sparse_spans:
             if self.computed < start:
                 return min(left, start - self.computed)
             if self.computed < stop:
-                return min(left, 1)
+                return min(left, 1 if block == 1 else stop - self.computed)
         return left
 
     @property
@@ -401,16 +454,19 @@ class Sequence:
                 table.drop_before(self.first_seen(number, self.computed))
 
     def provenance(self, page: int) -> str:
-        """How the KV of a full page came to be: "" is exact, otherwise the method that shaped some of it, and which of
-        its tokens it computed (the same tokens may be a prompt here and an output there) from which seed; or how images
-        were reused, from the first of them on."""
+        """How the KV of a full page came to be: "" is exact, otherwise the way that an image before its end is reused,
+        or the method that shaped some of it, or its prefill pattern as long as nothing else has, and which of its
+        tokens it computed (the same tokens may be a prompt here and an output there) from which seed."""
         method, start, stop = self.request.method, self.layout.first_token(page), self.layout.end_token(page)
         if shaped := reused(self.layout, 0, stop):
             return shaped[0].item.reuse.provenance  # type: ignore[union-attr]
         if method is None or stop <= self.sparse_spans[0].start:
             return ""
-        spans = [(max(a, start) - start, min(b, stop) - start, seed) for a, b, seed in self.sparse_spans]
-        return f"{method.provenance} {[span for span in spans if span[0] < span[1]]}"
+        before = [span for span in self.sparse_spans if span.start < stop]
+        by_pattern = self.pattern is not None and all(span.block > 1 for span in before)
+        shaped_by = self.pattern.provenance if by_pattern and self.pattern else self.request.shaped_by
+        spans = [(max(a, start) - start, min(b, stop) - start, *how) for a, b, *how in before if start < b]
+        return f"{shaped_by} {spans}"
 
     def page_tokens(self, page: int) -> NDArray[np.int32]:
         """Token ids of a full page, one a slot; -1 in those that are empty because the page was sealed."""
@@ -452,14 +508,14 @@ class Sequence:
             table.stale_from = 0
 
     def truncate(self, tokens: int) -> None:
-        """Forget the KV past ``tokens``, of a page that was full all of it (``PageLayout.kept``), and all of an item
-        that must not be split or that was reused. Where pages behind a window are gone that are seen again from there,
-        or tokens that a compressor saw, everything is let go of."""
+        """Forget the KV past ``tokens``, of a page that was full all of it (``PageLayout.kept``), and all of an item,
+        or block of queries, that must not be split, or of an item that was reused. Where pages behind a window are gone
+        that are seen again from there, or tokens that a compressor saw, everything is let go of."""
         if tokens < self.compressed:
             self.rewind()
             return
         if tokens < self.computed:
-            tokens = self.layout.whole(tokens)
+            tokens = self.whole(tokens)
         pages, tokens = self.layout.kept(tokens, self.computed)
         for number, table in enumerate(self.tables):
             if tokens and table.first_page > self.first_seen(number, tokens):
@@ -540,8 +596,8 @@ def match_prefix(sequence: Sequence, index: PrefixCache, plan: LayerPlan) -> Pre
 
 
 def _longest_kept(sequence: Sequence, nodes: list[Node], plan: LayerPlan) -> int:
-    """How many of the nodes' pages can be used: the largest number such that no bidirectional or reused item is split,
-    and every group still has what is seen."""
+    """How many of the nodes' pages can be used: the largest number such that no item that is bidirectional or reused,
+    and no block of queries, is split, and every group still has what is seen."""
     layout = sequence.layout
 
     def kept(page: int, group: int) -> bool:
@@ -551,7 +607,7 @@ def _longest_kept(sequence: Sequence, nodes: list[Node], plan: LayerPlan) -> int
     windowed = [number for number, group in enumerate(plan.groups) if group.window]
     found = next((page for page in range(len(nodes)) if not all(kept(page, group) for group in full)), len(nodes))
     while found:
-        end = layout.whole(layout.first_token(found))
+        end = sequence.whole(layout.first_token(found))
         found = layout.pages_for(end)
         gone = [
             page

@@ -110,7 +110,8 @@ class Session:
         engine = self._engine
         sequence = TokenSequence(request, 0, SharedList(request.prompt), engine._pool, engine._plan)
         if request.method is not None:
-            sequence.sparse_spans = [*self._spans, *sequence.sparse_spans]
+            known = self._spans[-1].stop if self._spans else 0
+            sequence.sparse_spans = [*self._spans, *sequence.method_spans(known)]
             sequence.points = self._points = [*self._points, *map(self._observed, sequence.points)]
         engine._enter(request, sequence)
         parked, self._parked = self._parked, None
@@ -184,7 +185,7 @@ class Session:
         prompt = len(sequence.request.prompt)
         kept = self._kept_tokens(sequence)
         if sequence.request.method is not None:
-            self._spans.append(sequence.sparse_spans[-1]._replace(stop=prompt + len(kept)))
+            self._spans = [*sequence.sparse_spans[:-1], sequence.sparse_spans[-1]._replace(stop=prompt + len(kept))]
         self.tokens = sequence.request.prompt + kept
         common = prompt
         while common < min(len(self.tokens), len(sequence.tokens)) and self.tokens[common] == sequence.tokens[common]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, MissingConfigException
 from hydra.utils import get_class, instantiate
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from octavo.scripts.paths import absolute
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 DENSE = "dense"
 DRAFT = "draft"
 """The part of a method that is a method itself (``octavo.sparse.lossless``)."""
+OPTIONAL_PARTS = ("prefill", "prior")
+"""Parts of a method that a change may add, since its YAML does well without them."""
 DTYPES = {"auto": "auto", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 
@@ -195,20 +197,27 @@ def methods(settings: SparseSettings) -> dict[str, SparseMethod | None]:
     return built
 
 
+def has_prior(method: SparseMethod | None) -> bool:
+    """Whether a method asks what a request says of its own tokens."""
+    return getattr(method, "prior", None) is not None
+
+
 def within_share(
-    share: float | None, made: Mapping[str, SparseMethod | None], settings: SparseSettings, tokens: int, engine: Engine
+    share: float,
+    made: Mapping[str, SparseMethod | None],
+    tokens: int,
+    engine: Engine,
+    rebuild: Callable[[int], Mapping[str, SparseMethod | None]],
 ) -> Mapping[str, SparseMethod | None]:
-    """The same methods, for a prompt of so many tokens: with this ``share`` of them as their budget, if there is one,
-    rounded up to whole pages.
+    """The same methods, for a prompt of so many tokens: ``rebuild``, given a budget in tokens, with this ``share`` of
+    them, rounded up to whole pages.
 
     Raises:
         ConfigError: the budget is too small for what a method always reads.
     """
-    if share is None:
-        return made
     page = engine.config.text_page_tokens
     budget = math.ceil(share * tokens / page) * page
-    found = methods(dataclasses.replace(settings, budget_tokens=budget))
+    found = rebuild(budget)
     fit(found, engine)
     return {name: found[name] for name in made}
 
@@ -248,7 +257,10 @@ def _method(name_or_path: str, budget_tokens: int | None, overrides: Mapping[str
             f"method {name_or_path}: no _target_ says what to build; octavo.sparse.method.Method, usually"
         )
     for key in map(str, overrides):
-        if key not in recipe:
+        if key not in recipe and key in OPTIONAL_PARTS:
+            with open_dict(recipe):
+                recipe[key] = overrides[key]
+        elif key not in recipe:
             known = [str(part) for part in recipe]
             raise ConfigError(f"method {name_or_path}: no part {key!r}; {nearest(key, known)}parts: {', '.join(known)}")
     try:

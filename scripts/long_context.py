@@ -14,6 +14,7 @@ from octavo.scripts.run import Run, Sample
 
 if TYPE_CHECKING:
     from octavo.core import Completion, Engine
+    from octavo.core.inspection.pattern_watch import PatternWatch
     from octavo.core.interfaces import SparseMethod
     from octavo.scripts.schema import Config
 
@@ -136,6 +137,26 @@ def predicted(
         "digest_bytes_resident": build.digest_bytes(engine, method, prompt_tokens + new_tokens - 1),
         **build.budget_of(method),
     }
+
+
+def prefilled(engine: Engine, method: SparseMethod | None, watch: PatternWatch, prompt_tokens: int) -> Sample:
+    """What a prefill pattern captured, if the method has one, and the share of pages that it is predicted to read, at
+    most, of those that dense blocks would read."""
+    from octavo.core import sizing
+    from octavo.core.inspection.prefill_cost import predict_prefill
+
+    pattern = getattr(method, "prefill", None)
+    if pattern is None:
+        return {}
+    cost = predict_prefill(
+        engine.spec,
+        pattern,
+        prompt_tokens=prompt_tokens,
+        page_tokens=engine.config.text_page_tokens,
+        itemsize=sizing.kv_dtype(engine.config, engine.spec).itemsize,
+    )
+    share = cost.kv_bytes / cost.dense_kv_bytes if cost.dense_kv_bytes else 1.0
+    return {**watch.facts(pattern), "predicted_prefill_share": share}
 
 
 def refuse_longer(key: str, tokens: int, engine: Engine) -> None:

@@ -53,6 +53,21 @@ def by_turn(rows: Sequence[Row]) -> Figure:
     return figure
 
 
+def gains(rows: Sequence[Row]) -> Figure:
+    """What a change does to each method: the mean paired difference in edit similarity, with its interval."""
+    figure = Figure(figsize=(7, 1.2 + 0.5 * len(rows)), layout="constrained")
+    axes = figure.add_subplot()
+    for place, row in enumerate(rows):
+        mean, (low, high) = row["edit_similarity_gain"], row["edit_similarity_gain_ci"]
+        axes.errorbar(mean, place, xerr=[[mean - low], [high - mean]], fmt="o", capsize=3, color=f"C{place}")
+    axes.axvline(0, color="grey", linewidth=1)
+    axes.set_yticks(range(len(rows)), [row["method"] for row in rows])
+    axes.invert_yaxis()
+    axes.set_xlabel("edit similarity, points won (95 % interval)")
+    axes.grid(alpha=0.3, axis="x")
+    return figure
+
+
 def perplexity_over_bytes(rows: Sequence[Row]) -> Figure:
     """Perplexity against the bytes that are predicted to be read a token, a panel a kind of document."""
     tasks = list(dict.fromkeys(row["task"] for row in rows))

@@ -85,6 +85,7 @@ __all__ = [
     "Sessions",
     "Sharing",
     "SparseSettings",
+    "Structure",
     "TaskSettings",
     "Throughput",
     "TrackingSettings",
@@ -105,6 +106,24 @@ class CodeCompletion(WithPageMap):
         super().__post_init__()
         if self.budget_share is not None and not 0 < self.budget_share <= 1:
             raise ConfigError(f"budget_share={self.budget_share}: must be above 0 and at most 1")
+
+
+@dataclass
+class Structure(CodeCompletion):
+    """weight, share: of ``octavo.sparse.prior.Favoured``. Every method of sparse.methods runs twice, the second time
+    with the prior."""
+
+    weight: float = 1.0
+    share: float = 0.5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if "dense" in self.sparse.methods:
+            raise ConfigError("sparse.methods lists dense, which chooses nothing; it runs besides in any case")
+        if not self.weight > 0:
+            raise ConfigError(f"weight={self.weight}: must be above 0")
+        if not 0 < self.share <= 1:
+            raise ConfigError(f"share={self.share}: must be above 0 and at most 1")
 
 
 @dataclass
@@ -178,6 +197,7 @@ EXPERIMENTS: dict[str, type[Config]] = {
     "ruler": Ruler,
     "sessions": Sessions,
     "sharing": Sharing,
+    "structure": Structure,
     "throughput": Throughput,
 }
 """Experiment -> its keys. ``octavo.scripts.experiments.<name>.run(cfg, run)`` is its function."""

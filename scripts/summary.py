@@ -14,6 +14,8 @@ QUALITIES = ("accuracy", "exact_match", "edit_similarity", "identifier_exact_mat
 
 _PROBED = ("page_recall", "captured_mass", "removal_error", "output_error")
 """What samples may have of ``octavo.sparse.probe``, a share a layer and KV head."""
+_MEANS = ("prefill_captured_mass", "prefill_captured_mass_least", "prefill_output_error", "predicted_prefill_share")
+"""What samples of a method with a prefill pattern say of it; a row has the mean."""
 
 _BYTES = {
     "kv_bytes": "kv_bytes_read",
@@ -61,6 +63,8 @@ def rows(samples: Sequence[Sample], *, task: str, seed: int = 0, intervals: bool
             if intervals:
                 low, high = row["gold_log_likelihood_per_token_ci"]
                 row["perplexity_ci"] = [_exp(-high), _exp(-low)]
+        for key in [key for key in _MEANS if all(key in sample for sample in own.values())]:
+            row[key] = sum(sample[key] for sample in own.values()) / len(own)
         row.update(_costs(list(own.values())))
         row.update(_probed([sample["probe"] for sample in own.values() if sample.get("probe")]))
         found.append(row)

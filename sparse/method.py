@@ -17,9 +17,12 @@ from octavo.core.interfaces import (
     PagesRead,
     PageView,
     Placement,
+    PrefillPattern,
+    Prior,
     Scorer,
     Selection,
     Selector,
+    TokenSelection,
 )
 from octavo.sparse.host_placement import Host
 from octavo.sparse.keep import Keep
@@ -42,6 +45,8 @@ class Method:
         dense_layers: layers that read everything, whatever the budget.
         choosing_layers: layers that choose; each later one reads the pages that the last of them chose. One that is
             dense as well chooses for others only. Empty: every layer chooses for itself.
+        prefill: how prompts are computed; None is densely.
+        prior: how what a request says of its tokens beforehand joins the scores; None does not ask.
     """
 
     name: str
@@ -53,6 +58,8 @@ class Method:
     keep: Keep = field(default_factory=Keep)
     dense_layers: Sequence[int] = ()
     choosing_layers: Sequence[int] = ()
+    prefill: PrefillPattern | None = None
+    prior: Prior | None = None
 
     def __post_init__(self) -> None:
         for name in ("dense_layers", "choosing_layers"):
@@ -79,6 +86,15 @@ class Method:
         return all(pages <= self._budget(layer, spec.layers, page_tokens) for layer in self._sparse_layers(spec))
 
     def validate(self, spec: ModelSpec, page_tokens: int) -> None:
+        if self.prefill is not None:
+            self.prefill.validate(spec, page_tokens)
+        if not isinstance(self.placement, Resident) and (
+            self.prefill is not None or getattr(self.selector, "grain", "page") == "token"
+        ):
+            raise ValueError(
+                f"{self.name}: a prefill pattern, or a choice of single tokens, reads pages of the device alone; take "
+                f"the placement Resident, not {type(self.placement).__name__}"
+            )
         for name in ("dense_layers", "choosing_layers"):
             outside = [layer for layer in getattr(self, name) if not 0 <= layer < spec.layers]
             if outside:
@@ -101,6 +117,13 @@ class Method:
             raise ValueError(
                 f"{self.name}: {self.scorer} needs digest parts {sorted(missing)}, and {self.digest} has none of them"
             )
+        grains = {getattr(part, "grain", "page") for part in (self.scorer, self.selector)}
+        by_token = "token" in grains
+        if len(grains) > 1 or (by_token and (self.budget.needs_shares or self.budget.adaptive or self.prior)):
+            raise ValueError(
+                f"{self.name}: {self.scorer}, {self.budget} and {self.selector} do not agree whether pages or single "
+                "tokens are chosen; octavo.sparse.oracle_token has the parts for tokens, budgets.Uniform goes with them"
+            )
         if self.budget.needs_shares and not self.scorer.shares:
             raise ValueError(
                 f"{self.name}: {self.budget} divides shares of attention, and the scores of {self.scorer} are none"
@@ -118,7 +141,7 @@ class Method:
                 f"{least} pages; raise it to at least {kept * page_tokens} tokens or keep less"
             )
 
-    def select(self, q: Tensor, pages: PageView) -> Selection | None:
+    def select(self, q: Tensor, pages: PageView) -> Selection | TokenSelection | None:
         """Pages for ``q [b, Hq, D]``, or None for all of them.
 
         1. Where every sequence fits the layer's budget there is nothing to choose.
@@ -137,6 +160,8 @@ class Method:
             n_pages = pages.n_pages[:, None]
             longer = pages.once(("longer than", budget), lambda: n_pages > budget)
             granted = self.budget.allocate(scores, keep, pages).where(longer, n_pages)
+            if self.prior is not None:
+                scores = self.prior.favour(scores, granted, keep, pages)
             most = self.budget.most(chooser, pages.layers, pages.page_tokens, scores.shape[1])
             pages.reusable = self.selector.select(scores, granted, keep, pages, most)
         return None if is_dense else pages.reusable

@@ -19,9 +19,10 @@ from octavo.core.compression.kept_tables import KeptTables
 from octavo.core.compression.observation import Observation
 from octavo.core.execution.compiled import attend_in_step
 from octavo.core.execution.page_view import StepPages
+from octavo.core.execution.query_blocks import BlockGroup, choose_pages
 from octavo.core.execution.rotary import Rotary
 from octavo.core.inspection.probing import AttentionProbe
-from octavo.core.interfaces import AttentionStep, LayerTraits, SparseMethod
+from octavo.core.interfaces import AttentionStep, LayerTraits, SparseMethod, TokenSelection
 from octavo.core.memory.layer_groups import LayerPlan
 from octavo.kernels import ops, zero_copy
 from octavo.kernels.zero_copy import VirtualRows
@@ -161,6 +162,7 @@ class PagedStep:
     backend: str
     slots: Tensor
     decodes: list[DecodeGroup] = field(default_factory=list)
+    blocks: list[BlockGroup] = field(default_factory=list)
     prefills: list[PrefillGroup] = field(default_factory=list)
     observed: list[tuple[Observation, int, int, int]] = field(default_factory=list)
     rotary: Rotary | None = None
@@ -171,6 +173,7 @@ class PagedStep:
         if self.decodes and self.decodes[0].members is not None:
             return self._decode_listed(layer, q, traits)
         outputs = [self._decode(group, layer, q[group.start : group.stop], traits) for group in self.decodes]
+        outputs += [self._by_blocks(group, layer, q[group.start : group.stop], traits) for group in self.blocks]
         outputs += [self._prefill(group, layer, q[group.start : group.stop], traits) for group in self.prefills]
         for observation, start, stop, position in self.observed:
             observation.take(layer, q[start:stop], position, traits)
@@ -200,6 +203,9 @@ class PagedStep:
             if group.pages is not None and group.pages.away is not None and not traits.window:
                 kv, table = group.pages.away.whole(layer, group.tables[place.slice])
                 unit_layer = 0
+        elif isinstance(selection, TokenSelection):
+            group.chosen.append(selection.counts[None])
+            return group.pages.attend(q, selection)
         else:
             table, slots = group.method.resolve(selection, group.pages)  # type: ignore[union-attr]
             group.chosen.append(slots)
@@ -227,21 +233,41 @@ class PagedStep:
         )  # fmt: skip
         return out
 
+    def _by_blocks(self, group: BlockGroup, layer: int, q: Tensor, traits: LayerTraits) -> Tensor:
+        """Each block of queries is a sequence of its own to the kernel, with the table that its pattern gave it. Layers
+        with a window read their window; where every block reads all pages in front of it, the chunk goes as one."""
+        chosen = None if traits.window else choose_pages(group, layer, q, traits)
+        if chosen is None:
+            return self._prefill(group.whole, layer, q, traits)
+        blocks, watched = group.blocks, group.watch is not None
+        out, lse = ops.prefill(
+            q, self.kv, self.plan.places[layer].unit_layer, chosen.table, chosen.slots, blocks.cu_q, group.whole.q_pos,
+            chosen.unit_pos, None, traits.scale, 0, traits.softcap, blocks.block_tokens, watched, self.backend,
+        )  # fmt: skip
+        if group.watch is not None:
+            group.watch(group.pattern, layer, out, lse, *self._dense(group.whole, layer, q, traits, want_lse=True))
+        return out  # type: ignore[no-any-return]
+
     def _prefill(self, group: PrefillGroup, layer: int, q: Tensor, traits: LayerTraits) -> Tensor:
         if group.lent is not None:
             return self._lent(group.lent, layer, q, traits)
+        return self._dense(group, layer, q, traits)[0]
+
+    def _dense(
+        self, group: PrefillGroup, layer: int, q: Tensor, traits: LayerTraits, want_lse: bool = False
+    ) -> tuple[Tensor, Tensor]:
         place = self.plan.places[layer]
         kv, unit_layer, table = self.kv, place.unit_layer, group.tables[place.slice][None, :, None]
         slots, unit_pos, counts, contexts = group.slots, group.unit_pos, group.counts, group.contexts
         if group.kept is not None and not traits.window:
             kv, unit_layer, counts, contexts = group.kept.kv, 0, [], []
             table, slots, unit_pos = group.kept.of_layer(layer)
-        out, _ = ops.prefill(
+        out, lse = ops.prefill(
             q, kv, unit_layer, table, slots, group.cu_q, group.q_pos, unit_pos, traits.sinks,
-            traits.scale, traits.window, traits.softcap, group.max_q, False, self.backend,
+            traits.scale, traits.window, traits.softcap, group.max_q, want_lse, self.backend,
             q_span=group.q_span, counts=counts, contexts=contexts,
         )  # fmt: skip
-        return out  # type: ignore[no-any-return]
+        return out, lse
 
 
 def _units(slots: Tensor, q_pos: Tensor, window: int, kv: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from octavo.core.hosting.away import StepAway
-from octavo.core.interfaces import LayerTraits, Selection
+from octavo.core.interfaces import LayerTraits, Selection, TokenSelection
 from octavo.core.memory.layer_groups import LayerPlan
 from octavo.kernels import ops
 from octavo.kernels.layout import entry_units
@@ -38,10 +38,11 @@ class StepPages:
     first_units: Tensor
     parts: Mapping[str, Tensor]
     away: StepAway | None = None
+    prior: Tensor | None = None
     layer: int = 0
     budget: int = 0
     traits: LayerTraits = field(default_factory=lambda: LayerTraits(1.0))
-    reusable: Selection | None = None
+    reusable: Selection | TokenSelection | None = None
     _page_elements: int = 0
     _token_elements: int = 0
     _chosen_elements: Tensor | None = None
@@ -172,6 +173,23 @@ class StepPages:
             self.q_pos[row].repeat(n), None, None, traits.scale, 0, traits.softcap, False, True, self.backend,
         )  # fmt: skip
         return out, lse
+
+    def attend(self, q: Tensor, tokens: TokenSelection) -> Tensor:
+        heads, unit_tokens = self.kv.shape[3:5]
+        entry, slot = tokens.tokens // unit_tokens, tokens.tokens % unit_tokens  # [b, Hkv, S]
+        units = entry_units(self.table[0].expand(-1, heads, -1).gather(2, entry))
+        head = torch.arange(heads, device=q.device)[:, None]
+        k, v = (self.kv[units, self.plan.places[self.layer].unit_layer, part, head, slot].float() for part in (0, 1))
+        past = torch.arange(entry.shape[2], device=q.device) >= tokens.counts[..., None]
+        scores = torch.einsum("bhgd,bhsd->bhgs", q.float().unflatten(1, (heads, -1)), k) * self.traits.scale
+        if self.traits.softcap:
+            scores = self.traits.softcap * torch.tanh(scores / self.traits.softcap)
+        scores = scores.masked_fill(past[:, :, None], -torch.inf)
+        if self.traits.sinks is not None:
+            sinks = self.traits.sinks.float().view(heads, -1, 1).expand(len(q), -1, -1, -1)
+            scores = torch.cat([scores, sinks], 3)
+        probs = scores.softmax(3)[..., : entry.shape[2]]
+        return (probs @ v.masked_fill(past[..., None], 0.0)).flatten(1, 2).to(q.dtype)
 
     def gather(self, selection: Selection) -> tuple[Tensor, Tensor]:
         """Selected pages are full but for the open one, which comes last, so the tokens fill the first ``slots``

@@ -26,6 +26,7 @@ from octavo.core.execution.deviations import Comparison, Enough
 from octavo.core.execution.device_tables import DeviceTables
 from octavo.core.execution.lent_rows import lent_rows
 from octavo.core.execution.page_view import StepPages
+from octavo.core.execution.query_blocks import BlockGroup, BlockWatch, StepBlocks
 from octavo.core.execution.rotary import Rotary, find_rotary
 from octavo.core.hf_model import HFModel
 from octavo.core.hosting.hosted_pages import HostedPages
@@ -67,14 +68,15 @@ class StepRunner:
 
     ``copies`` counts copy-on-write copies of a page; ``kv_bytes_spared`` what decoding has read less, over all layers
     and KV heads, than the tables that its kernels were given list, because a run that several tables share was read
-    once.
+    once. ``block_watch`` is shown what chunks under a prefill pattern read and what they missed.
 
     Packing of a step's T tokens in one row::
 
-        [ d d d d | s s | s | p p p p p p p p | p p p ]
-          dense     one     chunks of several tokens
-          decodes   group   (prefill kernel)
-                    a method
+        [ d d d d | s s | s | b b b b | p p p p p p | p p p ]
+          dense     one     chunks    chunks of several tokens
+          decodes   group   in        (prefill kernel)
+                    a       blocks
+                    method  of queries
 
     A chunk of one token is a decode whatever it is for: the kernels do not know prompts from outputs.
     """
@@ -117,6 +119,7 @@ class StepRunner:
             self._program = DecodeProgram(model, kv, plan, backend, self._tables, config.max_seqs, self._page_tokens)
         self.probe: AttentionProbe | None = None
         self.rotary: Rotary | None = None  # known once images are reused
+        self.block_watch: BlockWatch | None = None
         self.copies = 0
         self.kv_bytes_spared = 0
 
@@ -340,13 +343,33 @@ class StepRunner:
             group = list(grouped)
             step.decodes.append(self._decode_group(group, start))
             start += len(group)
-        for _, grouped in groupby(chunks[len(singles) :], key=self._packing):
+        for chunk in chunks[len(singles) :]:
+            if chunk.in_blocks:
+                step.blocks.append(self._block_group(chunk, start))
+                start += chunk.count
+        whole = [chunk for chunk in chunks[len(singles) :] if not chunk.in_blocks]
+        for _, grouped in groupby(whole, key=self._packing):
             group = list(grouped)
             step.prefills.append(self._prefill_group(group, start))
             start += sum(chunk.count for chunk in group)
         self._observe(step, chunks)
         step.rotary = self.rotary
         return step, rows
+
+    def _block_group(self, chunk: Chunk, start: int) -> BlockGroup:
+        pattern = chunk.sequence.pattern
+        assert pattern is not None
+        block, whole = pattern.block_tokens, self._prefill_group([chunk], start)
+        blocks = StepBlocks(
+            kv=self.kv,
+            plan=self._plan,
+            page_tokens=self._page_tokens,
+            block_tokens=block,
+            first=chunk.start // block,
+            tables=whole.tables[:, 0],
+            cu_q=self._to_device(np.arange(0, chunk.count + 1, block, dtype=np.int32)),
+        )
+        return BlockGroup(whole.start, whole.stop, pattern, whole, blocks, watch=self.block_watch)
 
     def _observe(self, step: PagedStep, chunks: list[Chunk]) -> None:
         """Have the queries kept that compressors want to see."""
@@ -438,8 +461,19 @@ class StepRunner:
                 first_units=rows,
                 parts=parts,
                 away=away,
+                prior=self._prior(chunks, int(n_pages.max())),
             )
         return group
+
+    def _prior(self, chunks: list[Chunk], pages: int) -> Tensor | None:
+        """What the requests say of their pages, fp32 [b, pages]; 0 of those that they say nothing of."""
+        if all(chunk.sequence.request.prior is None for chunk in chunks):
+            return None
+        said = np.zeros((len(chunks), pages), np.float32)
+        for row, chunk in enumerate(chunks):
+            if (prior := chunk.sequence.request.prior) is not None:
+                said[row, : len(prior)] = prior
+        return torch.from_numpy(said).to(self.kv.device)
 
     def _method(self, chunk: Chunk) -> SparseMethod | None:
         """Who chooses the pages of a chunk of one token; None if all are read."""
@@ -484,12 +518,12 @@ class StepRunner:
         return (start - span.start) % self.probe.every == 0
 
     def _packing(self, chunk: Chunk) -> tuple[int, int]:
-        """Dense decodes, those of compressed sequences, those with lent pages, then one group a method, then longer
-        chunks, likewise; the order within a group is kept."""
+        """Dense decodes, those of compressed sequences, those with lent pages, then one group a method, then chunks in
+        blocks of queries, then other chunks, like the dense decodes; the order within a group is kept."""
         sequence = chunk.sequence
         kind = 1 if sequence.kept is not None else 2 if sequence.layout.lends else 0
         if chunk.count > 1:
-            return 2, kind
+            return (2, 0) if chunk.in_blocks else (3, kind)
         method = self._method(chunk)
         return (0, kind) if method is None else (1, id(method))
 
@@ -591,6 +625,11 @@ class StepRunner:
                     for window, layers in self._windows.items()
                 ]
                 chunk.sequence.kv_bytes_read += sum(units) * self.kv.shape[4] * self._row_bytes
+        page_bytes = self._row_bytes // self.kv.shape[3] * self._page_tokens
+        in_blocks = [chunk.sequence for chunk in chunks if chunk.count > 1 and chunk.in_blocks]
+        for blocks, sequence in zip(step.blocks, in_blocks, strict=True):
+            sequence.prefill_bytes_read += blocks.pages_read * page_bytes
+            sequence.prefill_scoring_bytes_read += blocks.blocks.elements_read * self.kv.element_size()
 
     def _to_device(self, array: NDArray[np.integer]) -> Tensor:
         return upload(array, self.kv.device)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from octavo.core.inspection.page_watch import PageWatch
 from octavo.scripts import benchmarks, budgets, build, instruments, long_context, plots, report, summary
 from octavo.scripts.benchmarks import Item
 from octavo.scripts.instruments import Instruments
+from octavo.scripts.long_context import Methods
 from octavo.scripts.progress import counting, waiting
 from octavo.scripts.refusal import ConfigError
 from octavo.scripts.run import Run, Sample
@@ -51,14 +53,16 @@ def run(config: CodeCompletion, run: Run) -> None:
     engine.watch = PageWatch() if config.page_map else None
     tools = Instruments.of(engine, model, config.sparse)
 
+    def rebuild(budget: int) -> Methods:
+        return build.methods(dataclasses.replace(config.sparse, budget_tokens=budget))
+
     done = run.done("item", "method")
     left = [(item, {n: m for n, m in methods.items() if (item.id, n) not in done}) for item in items]
     todo = [(item, missing) for item, missing in left if missing]
     with counting(config.experiment, len(items), len(items) - len(todo)) as advance:
         for item, missing in todo:
             start = time.perf_counter()
-            samples = complete(item, missing, engine, config, tokenizer)
-            samples = [{**sample, **tools.taken(methods[sample["method"]])} for sample in samples]
+            samples = complete(item, missing, engine, config, tokenizer, rebuild, tools.taken)
             for sample in samples:
                 run.add(sample)
             run.write_rows(summary.rows(run.samples, task=config.task.name, intervals=False))
@@ -68,7 +72,9 @@ def run(config: CodeCompletion, run: Run) -> None:
     good = [sample for sample in run.samples if "error" not in sample]
     if not good:
         raise ConfigError(f"none of the {len(items)} items could be served: {run.samples[0]['error']}")
-    rows = tools.rows(summary.rows(run.samples, task=config.task.name, seed=config.seed), methods)
+    rows = summary.rows(run.samples, task=config.task.name, seed=config.seed)
+    if config.budget_share is None:  # else there is no one budget whose context could be told
+        rows = tools.rows(rows, methods)
     cells = long_context.grouped_rows(good, ("class", "length"), config.seed, True) if made else []
     figures = {
         "pareto": plots.pareto(rows),
@@ -82,21 +88,29 @@ def run(config: CodeCompletion, run: Run) -> None:
 
 def complete(
     item: Item,
-    methods: Mapping[str, SparseMethod | None],
+    methods: Methods,
     engine: Engine,
     config: CodeCompletion | Pareto,
     tokenizer: Any,
+    rebuild: Callable[[int], Methods] | None = None,
+    taken: Callable[[SparseMethod | None], Sample] | None = None,
 ) -> list[Sample]:
-    """One item under several methods."""
+    """One item under several methods; ``rebuild`` gives them, and maybe others, with a budget in tokens, for a
+    ``budget_share``, and ``taken`` what was seen of a method's choices meanwhile."""
     from octavo.core import SamplingParams
+    from octavo.core.scoring import score_many
 
     base = {"item": item.id, "gold": item.gold, **item.facts}
     try:
         prompt, gold = prompt_and_gold(item, engine, config.task, tokenizer)
-        methods = build.within_share(config.budget_share, methods, config.sparse, len(prompt), engine)
+        if rebuild is not None and config.budget_share is not None:
+            methods = build.within_share(config.budget_share, methods, len(prompt), engine, rebuild)
         params = SamplingParams(max_tokens=config.task.max_new_tokens, seed=_seed(item, config.seed))
-        lines = _decode(item, prompt, methods, engine, params)
-        likelihoods = engine.score_many([(prompt, gold, method) for method in methods.values()])
+        said = code_prior(prompt, tokenizer) if any(map(build.has_prior, methods.values())) else None
+        priors = {name: said if build.has_prior(method) else None for name, method in methods.items()}
+        lines = _decode(item, prompt, methods, engine, params, priors)
+        asked = [(prompt, gold, method) for method in methods.values()]
+        likelihoods = score_many(engine, asked, priors=list(priors.values()))
     except ValueError as error:
         return [{**base, "method": name, "error": str(error)} for name in methods]
 
@@ -128,6 +142,7 @@ def complete(
                 "units_held_peak": stats.units_held_peak,
                 "device_bytes_peak": stats.device_bytes_peak,
                 "seconds": line.seconds,
+                **(taken(method) if taken else {}),
             }
         )
     return samples
@@ -142,6 +157,21 @@ def prompt_and_gold(item: Item, engine: Engine, task: TaskSettings, tokenizer: A
     gold = tokenizer.encode(item.gold, add_special_tokens=False)
     most = engine.max_model_tokens - max(task.max_new_tokens, len(gold))
     return item.prompt_ids(tokenizer, min(most, task.max_prompt_tokens or most)), gold
+
+
+def code_prior(prompt: list[int], tokenizer: Any) -> list[float]:
+    """What the structure of its code says of each token of a prompt.
+
+    Raises:
+        ValueError: the tokenizer does not say which characters its tokens stand for.
+    """
+    from octavo.sparse.code_structure import token_prior
+
+    text = tokenizer.decode(prompt, clean_up_tokenization_spaces=False)
+    again = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    if again["input_ids"] != prompt:
+        raise ValueError("the prompt's tokens are not those of its own text, so nothing can be said of single tokens")
+    return token_prior(text, again["offset_mapping"])
 
 
 @dataclass
@@ -159,9 +189,12 @@ def _decode(
     methods: Mapping[str, SparseMethod | None],
     engine: Engine,
     params: SamplingParams,
+    priors: Mapping[str, list[float] | None],
 ) -> dict[str, _Line]:
     start = time.perf_counter()
-    names = {engine.submit(prompt, params, method=method): name for name, method in methods.items()}
+    names = {
+        engine.submit(prompt, params, method=method, token_prior=priors[name]): name for name, method in methods.items()
+    }
     texts = dict.fromkeys(names, "")
     cut: dict[str, float] = {}
     lines: dict[str, _Line] = {}

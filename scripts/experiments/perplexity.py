@@ -9,6 +9,7 @@ from itertools import zip_longest
 from typing import Any
 
 from octavo.core.inspection.page_watch import PageWatch
+from octavo.core.inspection.pattern_watch import PatternWatch
 from octavo.scripts import budgets, build, instruments, long_context, quality_plots, report
 from octavo.scripts.instruments import Instruments
 from octavo.scripts.long_context import Methods
@@ -19,8 +20,11 @@ from octavo.scripts.schema import Perplexity
 from octavo.scripts.tasks import documents
 
 NOTES = (
-    "Perplexity of the last tokens of documents, each computed under the method after a context that is dense. "
+    "Perplexity of the last tokens of documents, each computed under the method after a context that is dense, or "
+    "under the method's prefill pattern. "
     "Intervals: 95 %, bootstrap over documents; vs dense: paired over the same documents.",
+    "prefill_captured_mass, prefill_output_error: of what a prefill pattern read of the context, against all "
+    "of it, exactly; seconds then include a second, dense pass.",
     "Documents are those of this machine's Python and packages; samples.jsonl has their hashes. Bytes are predicted.",
 )
 
@@ -45,6 +49,7 @@ def run(config: Perplexity, run: Run) -> None:
 
     def measure(item: str, missing: Methods) -> list[Sample]:
         ids = texts[item].ids
+        watch = PatternWatch(engine)
         logprobs: dict[str, list[float]] = {name: [] for name in missing}
         began = time.perf_counter()
         for window in range(config.windows):
@@ -56,12 +61,14 @@ def run(config: Perplexity, run: Run) -> None:
             for name, found in zip(missing, scored, strict=True):
                 logprobs[name] += found
         seconds = time.perf_counter() - began
+        watch.close()
         shape = config.context_tokens, config.scored_tokens, config.windows
         return [
             {
                 "method": name,
                 "gold_logprobs": logprobs[name],
                 **long_context.forced(engine, method, *shape, seconds=seconds),
+                **long_context.prefilled(engine, method, watch, config.context_tokens),
             }
             for name, method in missing.items()
         ]

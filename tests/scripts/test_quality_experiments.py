@@ -292,3 +292,58 @@ class TestProjectLines:
     def test_refusals(self, override: str, message: str, arguments: tuple[str, ...], octavo: Command) -> None:
         outcome = octavo(*arguments, *METHODS, override)
         assert outcome.code == 1 and message in outcome.err
+
+
+class TestStructure:
+    ARGUMENTS = ("experiment=structure", "task.max_new_tokens=6", "sparse.methods=[streaming,quest]", METHODS[2])
+
+    def test_a_run(self, octavo: Command, tiny_model: Path, items_file: Path) -> None:
+        arguments = (*self.ARGUMENTS, f"model.path={tiny_model}", f"task.path={items_file}", "limit=3")
+        outcome = octavo(*arguments, "sparse.budget_tokens=128")
+        assert outcome.code == 0, outcome.err
+        rows = outcome.metrics["rows"]
+        names = ["dense", "streaming", "streaming + structure", "quest", "quest + structure"]
+        assert [row["method"] for row in rows] == [*names, *(f"{n}: with against without" for n in NAMES[1:])]
+        for row, plain in ((rows[2], rows[1]), (rows[4], rows[3])):
+            assert row["kv_bytes_per_token"] == plain["kv_bytes_per_token"] < rows[0]["kv_bytes_per_token"]
+        for row, number in ((rows[5], 1), (rows[6], 3)):
+            low, high = row["edit_similarity_gain_ci"]
+            assert low <= row["edit_similarity_gain"] <= high and row["items"] == 3
+            gain = rows[number + 1]["gold_log_likelihood_per_token"] - rows[number]["gold_log_likelihood_per_token"]
+            assert row["gold_log_likelihood_per_token_gain"] == pytest.approx(gain)
+        assert rows[2]["gold_log_likelihood_per_token"] != rows[1]["gold_log_likelihood_per_token"]
+        assert {file.name for file in (outcome.folder / "plots").iterdir()} == {
+            "pareto.png", "gain.png", "by_length.png", "choices.png",
+        }  # fmt: skip
+        shared = octavo(*arguments, "budget_share=0.5")
+        assert shared.code == 0 and shared.metrics["rows"][2]["items"] == 3
+
+    @pytest.mark.parametrize(
+        ("override", "message"),
+        [
+            ("sparse.methods=[dense,streaming,quest]", "sparse.methods lists dense, which chooses nothing"),
+            ("weight=0", "weight=0.0: must be above 0"),
+            ("share=2", "share=2.0: must be above 0 and at most 1"),
+        ],
+    )
+    def test_refusals(self, override: str, message: str, octavo: Command, tiny_model: Path) -> None:
+        outcome = octavo(*self.ARGUMENTS, f"model.path={tiny_model}", "sparse.overrides={}", override)
+        assert outcome.code == 1 and message in outcome.err
+
+
+def test_perplexity_says_what_a_prefill_pattern_captures(octavo: Command, tiny_model: Path) -> None:
+    sizes = "block_tokens: 32, stride: 8, mass: 0.5, dense_layers: []"
+    outcome = octavo(
+        "experiment=perplexity", "documents=1", "kinds=[code]", "context_tokens=300", "scored_tokens=6",
+        "sparse.methods=[dense,xattention]", f"sparse.overrides={{xattention: {{prefill: {{{sizes}}}}}}}",
+        f"model.path={tiny_model}",
+    )  # fmt: skip
+    assert outcome.code == 0, outcome.err
+    dense, pattern = outcome.metrics["rows"]
+    assert (
+        "prefill_captured_mass" not in dense
+        and 0.2 < pattern["prefill_captured_mass"] < 1
+        and pattern["prefill_output_error"] > 0
+    )
+    assert 0 < pattern["predicted_prefill_share"] <= 1 and pattern["perplexity"] != dense["perplexity"]
+    assert pattern["predicted_kv_bytes_per_token"] == dense["predicted_kv_bytes_per_token"]
