@@ -138,7 +138,7 @@ def test_what_is_read_whole_is_passed_over_and_what_was_taken_is_forgotten():
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "oracle_token"])  # it chooses no pages
 def test_an_engine_s_steps_are_measured(name, backend, model, engine_for, drain):
     """In the layers that choose, the steps that are due; the tokens and the counted bytes stay what they are."""
     chosen, probe = make(name, 12), Probe(4)
