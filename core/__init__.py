@@ -4,8 +4,8 @@ from octavo.core.config import EngineConfig, SamplingParams
 from octavo.core.engine import Engine
 from octavo.core.errors import BatchError, CapacityError, UnsupportedModelError
 from octavo.core.outputs import Completion, EngineStats, Sample, StepOutput
-from octavo.core.prompts import TokenSegment
-from octavo.core.session import Session
+from octavo.core.serving.prompts import TokenSegment
+from octavo.core.serving.session import Session
 
 __all__ = [
     "BatchError",

@@ -16,7 +16,6 @@ from torch import nn
 from octavo.core import interrupts, sizing
 from octavo.core.compression.compaction import Compaction
 from octavo.core.config import EngineConfig, SamplingParams
-from octavo.core.detokenizer import Detokenizer
 from octavo.core.encoding.encoded_items import EncodedItems
 from octavo.core.encoding.items import image_encoder, with_image_pages
 from octavo.core.encoding.reusing import compare_images, validate_reuse
@@ -38,16 +37,17 @@ from octavo.core.memory.transfer_costs import PageCosts
 from octavo.core.memory.virtual_memory import DriverError
 from octavo.core.outputs import Completion, EngineStats, StepOutput
 from octavo.core.policies import ALLOCATORS
-from octavo.core.prompts import Prompt, PromptReader
-from octavo.core.requests import accept, validate_method
 from octavo.core.scheduler import Scheduler, StepPlan
-from octavo.core.scoring import score_many
 from octavo.core.sequence import NEVER, Request
 from octavo.core.sequence import Sequence as TokenSequence
-from octavo.core.session import Session
-from octavo.core.workers.generation import finish, generate
-from octavo.core.workers.producing import Producer, Productions
-from octavo.core.workers.turn import MARKER
+from octavo.core.serving.detokenizer import Detokenizer
+from octavo.core.serving.generation import finish, generate
+from octavo.core.serving.producing import Producer, Productions
+from octavo.core.serving.prompts import Prompt, PromptReader
+from octavo.core.serving.requests import accept, validate_method
+from octavo.core.serving.scoring import score_many
+from octavo.core.serving.session import Session
+from octavo.core.serving.turn import MARKER
 
 if TYPE_CHECKING:
     from octavo.core.inspection.page_watch import PageWatch

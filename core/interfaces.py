@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from octavo.core.hosting.interfaces import AwayPages, Hosting
 
 
 @dataclass(frozen=True)
@@ -339,64 +342,6 @@ class Selection:
 
     pages: Tensor
     counts: Tensor
-
-
-class ResidentSets(Protocol):
-    """Which page is in which frame: for each sequence, layer and KV head a map between F frames of the device and the
-    sequence's pages. Row 0 is nobody's. Only placements ask for more than is said here."""
-
-    def open(self) -> int:
-        """A row of empty frames."""
-        ...
-
-    def close(self, row: int) -> None: ...
-
-    def widen(self, pages: int) -> None:
-        """Room for pages 0 to ``pages`` (exclusive)."""
-        ...
-
-    def check(self, row: int, pages: int) -> None:
-        """Raises AssertionError where a row's two maps disagree, or a frame has a page of ``pages`` or more."""
-        ...
-
-
-@dataclass(frozen=True)
-class Hosting:
-    """How a method's sequences share their pages between the device and the host tier.
-
-    Attributes:
-        frames: pages of the device that a sequence gets for whatever it reads from the host, F.
-        tail: full pages at the end that stay in the block table, besides the open one.
-        whole_layers: layers that read every page; their part of all pages stays on the device.
-        sets: makes the maps of an engine: (layers, KV heads, device).
-    """
-
-    frames: int
-    tail: int
-    whole_layers: tuple[int, ...]
-    sets: Callable[[int, int, torch.device], ResidentSets]
-
-
-class AwayPages(Protocol):
-    """The pages of a step's b sequences that are in the host tier alone: of each the first ``count`` int64 [b].
-    ``rows`` int64 [b] are the sequences' rows of ``sets``."""
-
-    sets: Any
-    rows: Tensor
-    count: Tensor
-
-    def entries(self, layer: int, frames: Tensor) -> Tensor:
-        """Table entries int32 [b, Hkv, S * units of a page] of ``frames`` int64 [b, Hkv, S]."""
-        ...
-
-    def fetch(self, layer: int, pages: Tensor, frames: Tensor, missing: Tensor, *, ahead: bool = False) -> None:
-        """Bring the runs of ``pages`` int64 [b, Hkv, S] in one layer into ``frames``, where ``missing`` is true: before
-        this layer attends, or, ``ahead``, some time before it is asked for the next time."""
-        ...
-
-    def counted(self, lookups: Tensor, misses: Tensor) -> None:
-        """So many pages were looked up, and not found in a frame: integer [b]."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from octavo.core.memory.host_tier import HostTier
 from octavo.core.memory.layer_groups import LayerPlan
 from octavo.core.memory.page_pool import PagePool, Units
 from octavo.core.memory.prefix_cache import Node, PageKey
-from octavo.core.sequence import PrefixMatch, Sequence, match_prefix
+from octavo.core.prefix_match import PrefixMatch, match_prefix
+from octavo.core.sequence import Sequence
 from octavo.core.shared_list import SharedList
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from hydra import compose, initialize_config_module
 from octavo.core import Engine, EngineConfig, SamplingParams
 from octavo.core.inspection.trace import Trace
 from octavo.core.inspection.trace_recorder import TraceRecorder
-from octavo.core.session import Session
+from octavo.core.serving.session import Session
 from octavo.scripts import benchmarks, build, naming, schema, settings, traces
 from octavo.scripts.experiments.code_completion import complete
 from octavo.scripts.schema import CodeCompletion

@@ -8,7 +8,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from octavo.core.interfaces import AwayPages, Hosting, PageView, Selection
+from octavo.core.hosting.interfaces import AwayPages, Hosting
+from octavo.core.interfaces import PageView, Selection
 from octavo.sparse.checks import check_integer
 from octavo.sparse.replacement.lru import LeastRecentlyUsed
 from octavo.sparse.resident_sets import ChoiceRecorder, FrameMaps, Replacement

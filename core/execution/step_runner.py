@@ -28,6 +28,7 @@ from octavo.core.execution.lent_rows import lent_rows
 from octavo.core.execution.page_view import StepPages
 from octavo.core.execution.query_blocks import BlockGroup, BlockWatch, StepBlocks
 from octavo.core.execution.rotary import Rotary, find_rotary
+from octavo.core.execution.shared_runs import RunFinder
 from octavo.core.hf_model import HFModel
 from octavo.core.hosting.hosted_pages import HostedPages
 from octavo.core.inspection.probing import AttentionProbe
@@ -36,7 +37,6 @@ from octavo.core.memory.digests import DigestStore
 from octavo.core.memory.host_tier import HostTier
 from octavo.core.memory.layer_groups import LayerPlan
 from octavo.core.memory.page_pool import PagePool, Units
-from octavo.core.memory.shared_runs import RunFinder
 from octavo.core.scheduler import Chunk, Scheduler, StepPlan
 from octavo.core.sequence import Request, Sequence
 from octavo.core.uploads import Download, upload

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from octavo.core.interfaces import ResidentSets
+from octavo.core.hosting.interfaces import ResidentSets
 from octavo.core.memory.layer_groups import LayerPlan
 from octavo.kernels import ops
 from octavo.kernels.layout import ID_SHIFT, entry_units, pack_entries

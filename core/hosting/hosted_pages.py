@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.core.hosting.away import StepAway, Waits
+from octavo.core.hosting.interfaces import Hosting
 from octavo.core.hosting.shelf import Shelf
-from octavo.core.interfaces import Hosting, ModelSpec
+from octavo.core.interfaces import ModelSpec
 from octavo.core.memory.digests import DigestStore
 from octavo.core.memory.host_tier import HostTier
 from octavo.core.memory.layer_groups import LayerPlan

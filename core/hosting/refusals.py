@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from octavo.core.interfaces import Hosting, SparseMethod
+from octavo.core.hosting.interfaces import Hosting
+from octavo.core.interfaces import SparseMethod
 from octavo.core.memory.page_layout import PageLayout
 from octavo.kernels.layout import MAX_UNITS
 

@@ -98,7 +98,7 @@ def complete(
     """One item under several methods; ``rebuild`` gives them, and maybe others, with a budget in tokens, for a
     ``budget_share``, and ``taken`` what was seen of a method's choices meanwhile."""
     from octavo.core import SamplingParams
-    from octavo.core.scoring import score_many
+    from octavo.core.serving.scoring import score_many
 
     base = {"item": item.id, "gold": item.gold, **item.facts}
     try:

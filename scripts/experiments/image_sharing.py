@@ -181,7 +181,7 @@ def findings(found: Sequence[Row]) -> list[str]:
 def _prompt(config: ImageSharing, number: int, text: int, vocabulary: int, more: Sequence[int] = ()) -> Prompt:
     """The images of a round between texts; ``text`` says which, and how much longer the first one is, so that the
     images are at positions of their own. All begin with the same token, as prompts do."""
-    from octavo.core.prompts import TokenSegment
+    from octavo.core.serving.prompts import TokenSegment
 
     random = Random(f"{config.seed} {number} {text}")
 

@@ -129,7 +129,7 @@ def answered(
 ) -> list[Sample]:
     """The prompt dense, but for what reads dropped text, the answer under each method."""
     from octavo.core import SamplingParams
-    from octavo.core.scoring import score_many
+    from octavo.core.serving.scoring import score_many
 
     params = SamplingParams(max_tokens=config.max_new_tokens, seed=config.seed)
     unseen = len(prompt.question) if config.question == "unseen" else 0

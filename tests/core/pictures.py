@@ -7,7 +7,7 @@ from hashlib import blake2b
 
 import torch
 
-from octavo.core.prompts import TokenSegment
+from octavo.core.serving.prompts import TokenSegment
 
 VOCAB = 128
 

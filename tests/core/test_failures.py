@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from octavo.core import SamplingParams
-from octavo.core.requests import new_request
 from octavo.core.sequence import Sequence
+from octavo.core.serving.requests import new_request
 from octavo.scripts.build import method
 
 GREEDY = {"ignore_eos": True, "max_tokens": 9}
@@ -82,7 +82,7 @@ def test_a_step_that_fails_is_made_again(damage, steps, t_model, engine_for, dra
 
 def test_a_prompt_that_breaks_the_tokenizer_is_refused_alone(t_model, engine_for, byte_tokenizer):
     from octavo.core import BatchError, Engine, EngineConfig
-    from octavo.core.prompts import PromptReader
+    from octavo.core.serving.prompts import PromptReader
 
     class Strict:
         def __call__(self, text, add_special_tokens=True):

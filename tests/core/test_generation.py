@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.core import BatchError, Engine, EngineConfig, SamplingParams
-from octavo.core.detokenizer import Detokenizer
 from octavo.core.inspection.stage_clock import StageClock
-from octavo.core.prompts import PromptReader
-from octavo.core.workers import generation
+from octavo.core.serving import generation
+from octavo.core.serving.detokenizer import Detokenizer
+from octavo.core.serving.prompts import PromptReader
 
 from .pictures import FakeEncoder, Picture
 

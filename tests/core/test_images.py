@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from octavo.core import BatchError, CapacityError, Engine, EngineConfig, SamplingParams
 from octavo.core.memory import prefix_cache
-from octavo.core.prompts import TokenSegment
+from octavo.core.serving.prompts import TokenSegment
 
 from .pictures import VOCAB, A, B, C, FakeEncoder, Picture, ids, text
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
 from octavo.core import CapacityError, SamplingParams
-from octavo.core.prompts import TokenSegment
+from octavo.core.serving.prompts import TokenSegment
 
 TEXT = [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15]
 IMAGE = [40, 41, 42, 43, 44, 45, 46, 47, 48, 49, 50, 51, 52, 53, 54, 55]

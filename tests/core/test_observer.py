@@ -27,7 +27,7 @@ from octavo.core.inspection.page_census import (
     units_by_request,
 )
 from octavo.core.inspection.page_watch import Frame, PageWatch
-from octavo.core.prompts import TokenSegment
+from octavo.core.serving.prompts import TokenSegment
 
 GREEDY = {"ignore_eos": True}
 

@@ -9,7 +9,7 @@ from octavo.core.memory.page_layout import Segment, predicted_waste
 from octavo.core.policies import FixedPages
 from octavo.core.policies.page_divisors import DivisorPages, RowPages, WholePages
 from octavo.core.policies.page_size import RatioPages
-from octavo.core.prompts import TokenSegment
+from octavo.core.serving.prompts import TokenSegment
 
 GREEDY = {"ignore_eos": True}
 POLICIES = {

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from octavo.core import SamplingParams
 from octavo.core.costs import predict_decode
+from octavo.core.execution.shared_runs import RunFinder, choose_runs
 from octavo.core.memory.block_table import BlockTable
 from octavo.core.memory.page_pool import PagePool
 from octavo.core.memory.prefix_cache import PrefixCache
-from octavo.core.memory.shared_runs import RunFinder, choose_runs
 from octavo.core.policies import ALLOCATORS, EVICTIONS
-from octavo.core.prompts import TokenSegment
+from octavo.core.serving.prompts import TokenSegment
 from octavo.kernels import ops
 from octavo.kernels.cpu import backend as cpu
 from octavo.kernels.cpu.shared import decode_shared_gathered

@@ -6,7 +6,7 @@ import pytest
 
 from octavo.core import SamplingParams
 from octavo.core.inspection.statistics import block_statistics
-from octavo.core.prompts import TokenSegment
+from octavo.core.serving.prompts import TokenSegment
 
 GREEDY = {"ignore_eos": True}
 UNIT_BYTES = 2 * 2 * 2 * 4 * 16 * 4  # layers, K and V, heads, slots, head size, fp32

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.core import SamplingParams
-from octavo.core.detokenizer import Detokenizer
+from octavo.core.serving.detokenizer import Detokenizer
 
 EURO, FAMILY = "€".encode(), "👨‍👩".encode()
 

@@ -6,10 +6,10 @@ import statistics
 import time
 from types import SimpleNamespace
 
+from octavo.core.execution.shared_runs import RunFinder
 from octavo.core.memory.block_table import BlockTable
 from octavo.core.memory.page_pool import PagePool
 from octavo.core.memory.prefix_cache import PrefixCache
-from octavo.core.memory.shared_runs import RunFinder
 from octavo.core.policies import ALLOCATORS, EVICTIONS
 
 TOKENS, PAGE, SEQUENCES, CHANGES = 8_192, 16, 256, 50

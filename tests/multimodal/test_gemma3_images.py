@@ -12,7 +12,7 @@ from PIL import Image
 from torch import nn
 
 from octavo.core import Engine, EngineConfig, SamplingParams
-from octavo.core.prompts import TokenSegment
+from octavo.core.serving.prompts import TokenSegment
 from octavo.multimodal.fitting import fit
 from octavo.multimodal.image_encoder import ImageEncoder
 from octavo.multimodal.projector import Projector

@@ -2,7 +2,7 @@
 
 import pytest
 
-from octavo.core.prompts import TokenSegment
+from octavo.core.serving.prompts import TokenSegment
 from octavo.multimodal.image_prompts import chat_prompt, image_prompt
 
 WORDS = ["<s>", "</s>", "<unk>", "USER:", "ASSISTANT:", "a", "b", "c", "system:"]

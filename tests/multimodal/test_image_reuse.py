@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from octavo.core import BatchError, CapacityError, Engine, EngineConfig, SamplingParams
 from octavo.core.hf_model import HFModel
-from octavo.core.prompts import TokenSegment
+from octavo.core.serving.prompts import TokenSegment
 from octavo.multimodal import EncodeWorker
 from octavo.multimodal.reuse import BlendReuse, EncoderOnlyReuse, PrefixReuse, RepairReuse, ZeroCopyReuse
 

@@ -11,7 +11,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from octavo.core import Engine, EngineConfig, SamplingParams
-from octavo.core.prompts import TokenSegment
+from octavo.core.serving.prompts import TokenSegment
 from octavo.multimodal.anyres_encoder import AnyresEncoder
 from octavo.multimodal.image_encoder import ImageEncoder
 from octavo.multimodal.image_policy import ImagePolicy

@@ -7,7 +7,7 @@ import torch
 
 from octavo.core import SamplingParams
 from octavo.core.scheduler import StepPlan
-from octavo.core.scoring import score_many
+from octavo.core.serving.scoring import score_many
 from octavo.scripts.build import method
 from octavo.sparse.prior import Favoured
 

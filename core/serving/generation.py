@@ -13,8 +13,8 @@ from octavo.core import interrupts
 from octavo.core.config import SamplingParams
 from octavo.core.errors import BatchError
 from octavo.core.outputs import Completion, Sample, StepOutput
-from octavo.core.prompts import Prompt, ReadPrompt
-from octavo.core.requests import accept
+from octavo.core.serving.prompts import Prompt, ReadPrompt
+from octavo.core.serving.requests import accept
 
 if TYPE_CHECKING:
     from octavo.core.engine import Engine

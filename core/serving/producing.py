@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from octavo.core.engine import Engine
-    from octavo.core.prompts import ReadPrompt
+    from octavo.core.serving.prompts import ReadPrompt
 
 
 class TurnState(NamedTuple):

@@ -21,7 +21,7 @@ from octavo.core.shared_list import SharedList
 
 if TYPE_CHECKING:
     from octavo.core.engine import Engine
-    from octavo.core.prompts import ReadPrompt
+    from octavo.core.serving.prompts import ReadPrompt
 
 
 def validate_method(method: SparseMethod, engine: Engine) -> None:

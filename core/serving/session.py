@@ -17,16 +17,16 @@ from octavo.core.encoding.pieces import reused
 from octavo.core.encoding.reusing import extended
 from octavo.core.interfaces import SegmentReuse, SparseMethod
 from octavo.core.outputs import Completion, StepOutput
-from octavo.core.requests import new_request, require_room
 from octavo.core.sequence import Request, SparseSpan
 from octavo.core.sequence import Sequence as TokenSequence
+from octavo.core.serving.producing import Produced, Producer, TurnState, checked, refusal
+from octavo.core.serving.requests import new_request, require_room
+from octavo.core.serving.turn import MARKER, Turn
 from octavo.core.shared_list import SharedList
-from octavo.core.workers.producing import Produced, Producer, TurnState, checked, refusal
-from octavo.core.workers.turn import MARKER, Turn
 
 if TYPE_CHECKING:
     from octavo.core.engine import Engine
-    from octavo.core.prompts import Prompt, ReadPrompt
+    from octavo.core.serving.prompts import Prompt, ReadPrompt
 
 
 class Session:

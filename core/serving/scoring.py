@@ -11,9 +11,9 @@ from octavo.core.encoding.reusing import extended
 from octavo.core.errors import CapacityError
 from octavo.core.inspection import capacity_report
 from octavo.core.interfaces import SegmentReuse, SparseMethod
-from octavo.core.prompts import Prompt
-from octavo.core.requests import new_request
 from octavo.core.sequence import Sequence as TokenSequence
+from octavo.core.serving.prompts import Prompt
+from octavo.core.serving.requests import new_request
 from octavo.core.shared_list import SharedList
 
 if TYPE_CHECKING:
