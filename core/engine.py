@@ -20,9 +20,10 @@ from octavo.core.encoding.encoded_items import EncodedItems
 from octavo.core.encoding.items import image_encoder, with_image_pages
 from octavo.core.encoding.reusing import compare_images, validate_reuse
 from octavo.core.execution.drafts import take_drawn
+from octavo.core.execution.flight import Flight, Row
 from octavo.core.execution.forking import fork_samples
 from octavo.core.execution.sampler import Draw, record_known, sample
-from octavo.core.execution.step_runner import Flight, Row, StepRunner
+from octavo.core.execution.step_runner import StepRunner
 from octavo.core.hf_model import HFModel, load
 from octavo.core.inspection import capacity_report
 from octavo.core.inspection.counters import engine_stats
@@ -265,7 +266,7 @@ class Engine:
         done, wait for it."""
         while True:
             plan = self._scheduler.schedule()
-            self._runner.queue_copies(plan.copies)
+            self._runner.copies.queue(plan.copies)
             if plan.chunks or plan.stranded or plan.compared or self._undelivered:
                 return plan
             if not self._items.settle():  # or some image was finished in the meantime
@@ -313,7 +314,7 @@ class Engine:
             for sequence in known:
                 sequence.tokens.append(UNREAD)
             plan = self._scheduler.decode(following)
-            self._runner.queue_copies(plan.copies)
+            self._runner.copies.queue(plan.copies)
             self._next(plan)
         except BaseException:
             for sequence in known:

@@ -17,7 +17,7 @@ class _Placed(Config):
     """slack_tokens: of frames beyond the budget. kinds: of documents, whose ends are the prompts. requests: at once.
     context_tokens: of a prompt. new_tokens: of an answer. sparse: the one method, which chooses by digests."""
 
-    sparse: SparseSettings = field(default_factory=lambda: SparseSettings(["quest"], 512))
+    sparse: SparseSettings = field(default_factory=lambda: SparseSettings(["quest"], budget_tokens=512))
     slack_tokens: int = 256
     kinds: list[str] = field(default_factory=lambda: ["code", "text"])
     requests: int = 4

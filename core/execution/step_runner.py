@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby
 
 import numpy as np
@@ -24,7 +24,9 @@ from octavo.core.execution.decode_program import MOST_SETS, DecodeProgram, RowSe
 from octavo.core.execution.decode_state import method_seed
 from octavo.core.execution.deviations import Comparison, Enough
 from octavo.core.execution.device_tables import DeviceTables
+from octavo.core.execution.flight import Flight, Row
 from octavo.core.execution.lent_rows import lent_rows
+from octavo.core.execution.page_copies import PageCopies
 from octavo.core.execution.page_view import StepPages
 from octavo.core.execution.query_blocks import BlockGroup, BlockWatch, StepBlocks
 from octavo.core.execution.rotary import Rotary, find_rotary
@@ -36,30 +38,11 @@ from octavo.core.interfaces import SparseMethod
 from octavo.core.memory.digests import DigestStore
 from octavo.core.memory.host_tier import HostTier
 from octavo.core.memory.layer_groups import LayerPlan
-from octavo.core.memory.page_pool import PagePool, Units
+from octavo.core.memory.page_pool import PagePool
 from octavo.core.scheduler import Chunk, Scheduler, StepPlan
 from octavo.core.sequence import Request, Sequence
 from octavo.core.uploads import Download, upload
-from octavo.kernels import ops
 from octavo.kernels.zero_copy import VirtualRows
-
-
-@dataclass(frozen=True)
-class Row:
-    """One row of logits: of which chunk, and at which position of its sequence."""
-
-    chunk: Chunk
-    position: int
-
-
-@dataclass(frozen=True)
-class Flight:
-    """A step that the device has been given and whose tokens nobody has read: the news of chunk i (as
-    ``DecodeProgram`` gives them) are in column ``rows[i]``."""
-
-    chunks: list[Chunk]
-    rows: list[int]
-    news: Download
 
 
 class StepRunner:
@@ -108,7 +91,7 @@ class StepRunner:
         self._whole_pages: dict[str, int] = {}
         self._step_tokens = config.step_tokens
         self._launched: dict[Sequence, str] = {}  # who was in the last replayed step, and under which method
-        self._pending_copies: list[Units] = []
+        self.copies = PageCopies(kv, backend)
         self._windows = Counter(model.spec.windows)
         self._row_bytes = 2 * kv.shape[3] * kv.shape[5] * kv.element_size()  # of a token in one layer
         self._runs: RunFinder | None = None
@@ -120,7 +103,6 @@ class StepRunner:
         self.probe: AttentionProbe | None = None
         self.rotary: Rotary | None = None  # known once images are reused
         self.block_watch: BlockWatch | None = None
-        self.copies = 0
         self.kv_bytes_spared = 0
 
     def learn_rotary(self) -> None:
@@ -131,10 +113,6 @@ class StepRunner:
         """
         if self.rotary is None:
             self.rotary = find_rotary(self._model)
-
-    def queue_copies(self, copies: list[Units]) -> None:
-        """Take a plan's copies over: the tables say already that they are made, so whatever fails, they will be."""
-        self._pending_copies += copies
 
     def run(self, plan: StepPlan, scheduler: Scheduler) -> tuple[Tensor, list[Row]]:
         """Exchange pages with the host, let go of those that a method reads from there, copy what is to be written,
@@ -325,7 +303,7 @@ class StepRunner:
             self._host.copy_out(self.kv)
         for hosted in self.hosted.values():
             hosted.carry_out()
-        self._copy_pages()
+        self.copies.carry_out(self.rotary)
         if self._host is not None:
             self._host.copy_in(self.kv)
 
@@ -569,37 +547,6 @@ class StepRunner:
                 self.backend, digests,
             )  # fmt: skip
         return self.hosted[method.provenance]
-
-    def _copy_pages(self) -> None:
-        """Carry out queued copies in order; those that do not depend on one another go in one launch."""
-        while self._pending_copies:
-            written: set[int] = set()
-            read: set[int] = set()
-            batch = []
-            for pairs in self._pending_copies:
-                sources, targets = set(pairs[:, 0].tolist()), set(pairs[:, 1].tolist())
-                if sources & written or targets & (written | read):
-                    break
-                batch.append(pairs)
-                read |= sources
-                written |= targets
-            self._copy(batch)
-            self.copies += sum(pairs.shape[1] == 2 for pairs in batch)
-            del self._pending_copies[: len(batch)]
-
-    def _copy(self, batch: list[Units]) -> None:
-        """Copy units (source, destination), and turn the keys of those that move by a delta."""
-        pairs = self._to_device(np.concatenate([each[:, :2] for each in batch]))
-        if all(each.shape[1] == 2 for each in batch):
-            ops.copy_units(self.kv, pairs, self.backend)
-            return
-        assert self.rotary is not None, "images are reused, and nobody asked how keys turn"
-        deltas = np.concatenate([each[:, 2] if each.shape[1] == 3 else np.zeros(len(each), np.int32) for each in batch])
-        rotary, layers = self.rotary, self.kv.shape[1]
-        ops.rotate_keys(
-            self.kv, pairs, self._to_device(deltas), rotary.inv_freq, rotary.kinds, 0, layers, rotary.interleaved,
-            self.backend,
-        )  # fmt: skip
 
     def _account(self, step: PagedStep, chunks: list[Chunk]) -> None:
         """Add what each decoded token read to its sequence, and what it did not, since others read it too."""

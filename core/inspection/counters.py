@@ -37,7 +37,7 @@ def engine_stats(engine: Engine) -> EngineStats:
         query_tokens=scheduler.query_tokens,
         evictions=pool.evictions,
         preemptions=scheduler.preemptions,
-        copies=runner.copies,
+        copies=runner.copies.made,
         steps=engine._steps,
         running=len(scheduler.running),
         waiting=len(scheduler.waiting),

@@ -1,1 +1,1 @@
-"""Between a user and the engine: prompts are read, requests checked, turns, batches and scores served, texts written."""
+"""Between a user and the engine: prompts are read, requests checked, turns, batches and scores served."""

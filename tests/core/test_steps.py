@@ -178,17 +178,17 @@ class TestWork:
         engine = engine_for(t_model)
         runner = engine._runner
         runner.kv.copy_(torch.arange(len(runner.kv)).view(-1, 1, 1, 1, 1, 1).expand_as(runner.kv))
-        runner._pending_copies = [np.array([pair], np.int32) for pair in pairs]
-        runner._copy_pages()
+        runner.copies.queue([np.array([pair], np.int32) for pair in pairs])
+        runner.copies.carry_out(None)
         assert {page: int(runner.kv[page].max()) for page in holds} == holds
-        assert calls["copy_units"] == launches and engine.stats().copies == 2 and not runner._pending_copies
+        assert calls["copy_units"] == launches and engine.stats().copies == 2 and not runner.copies.pending
 
     def test_a_page_of_several_units_is_one_copy(self, t_model, engine_for, calls):
         engine = engine_for(t_model, page_tokens=24)
         runner = engine._runner
         runner.kv.copy_(torch.arange(len(runner.kv)).view(-1, 1, 1, 1, 1, 1).expand_as(runner.kv))
-        runner._pending_copies = [np.array([[1, 4], [2, 5], [3, 6]], np.int32), np.array([[7, 8]], np.int32)]
-        runner._copy_pages()
+        runner.copies.queue([np.array([[1, 4], [2, 5], [3, 6]], np.int32), np.array([[7, 8]], np.int32)])
+        runner.copies.carry_out(None)
         assert [int(runner.kv[unit].max()) for unit in (4, 5, 6, 8)] == [1, 2, 3, 7]
         assert calls["copy_units"] == 1 and engine.stats().copies == 2
 

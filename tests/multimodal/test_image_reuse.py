@@ -160,7 +160,7 @@ def assert_nothing_held():
         stats, scheduler = engine.stats(), engine._scheduler
         assert not engine.has_work() and stats.units_held == 0 and not engine._pool.refs.any()
         assert not (scheduler.waiting or scheduler.running or scheduler.parked or engine._items._held)
-        assert not engine._runner._pending_copies
+        assert not engine._runner.copies.pending
 
     return check
 
@@ -396,8 +396,8 @@ class TestRepair:
         engine = served(t_model, RepairReuse(tokens=0, pages=1))
         engine.generate([LONG], params(1))
         copied = []
-        queue = engine._runner.queue_copies
-        engine._runner.queue_copies = lambda copies: copied.extend(copies) or queue(copies)
+        queue = engine._runner.copies.queue
+        engine._runner.copies.queue = lambda copies: copied.extend(copies) or queue(copies)
         engine.generate([[text(2, 7), B, text(2)]], params(1))
         assert [pairs[:, 2].tolist() for pairs in copied] == [[2] * 6]  # 2 of 3 pages, 3 units each
 

@@ -329,7 +329,7 @@ class TestLife:
         """The first decode step fails when pages have left, and when they are just leaving."""
         chosen = make("quest")
         for where in (
-            "octavo.core.execution.step_runner.StepRunner._copy_pages",
+            "octavo.core.execution.page_copies.PageCopies.carry_out",
             "octavo.core.hf_model.HFModel.forward",
         ):
             engine = hosted_engine(model)
