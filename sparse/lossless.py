@@ -37,6 +37,11 @@ class Lossless:
             raise ValueError("draft: a method that drafts itself; give the one that chooses for it")
         if getattr(self.draft, "compressor", None) is not None:
             raise ValueError(f"draft={self.draft.name!r} drops tokens, and what verifies needs them all")
+        if getattr(self.draft, "prefill", None) is not None:
+            raise ValueError(
+                f"draft={self.draft.name!r} computes prompts by a pattern, and what verifies needs exact ones; give a "
+                "method with prefill=null"
+            )
         forced = self.forced_acceptance
         if forced is not None and (isinstance(forced, bool) or not 0 <= forced <= 1):
             raise ValueError(f"forced_acceptance must be a probability, 0 to 1, or null, got {forced!r}")

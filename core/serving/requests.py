@@ -103,13 +103,13 @@ def new_request(
         raise ValueError(
             f"unseen_tokens={unseen_tokens!r} must be 0 or more, and fewer than the prompt's {len(prompt)}"
         )
+    prior = None if token_prior is None else _page_prior(token_prior, len(prompt), method, engine)
     rule = None
     if isinstance(method, Drafter):
         most = min(method.drafts, engine.config.step_tokens - 1)  # they are verified in one step
         beyond = engine._runner.whole_tokens(method.draft)
         rule = DraftRule(method.draft, most, beyond, engine._max_tokens, method.forced_acceptance)
         method = None
-    prior = None if token_prior is None else _page_prior(token_prior, len(prompt), method, engine)
     arrival = engine._arrivals
     while request_id is None and f"request-{arrival}" in engine._requests:
         arrival += 1

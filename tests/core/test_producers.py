@@ -8,10 +8,15 @@ import time
 import pytest
 
 from octavo.core import Engine, EngineConfig, SamplingParams
+from octavo.sparse.budgets import Uniform
+from octavo.sparse.lossless import Lossless
+from octavo.sparse.method import Method
+from octavo.sparse.scorers import Random
 
 from .pictures import A, FakeEncoder, Picture, ids, text
 
 GREEDY = {"ignore_eos": True}
+RANDOM = Method("random", Random(), Uniform(8))
 
 
 def params(tokens, **more):
@@ -162,6 +167,16 @@ class TestImages:
         assert len(drained.tokens_of(beside)) == 4
         inserted = drained.completions[name].samples[0].inserted
         assert inserted and [item for _, item in inserted] == pictures[: len(inserted)]
+        session.close()
+        assert_nothing_held(engine)
+
+    @pytest.mark.parametrize("chosen", [RANDOM, Lossless(RANDOM, 3)], ids=["shapes", "drafts"])
+    def test_under_a_method_for_pages_of_one_size(self, chosen, served, assert_nothing_held):
+        engine = served()
+        marker = served().session([text(15)], method=chosen).generate(params(4)).samples[0].token_ids[2]
+        session = engine.session([text(15)], method=chosen, producers={marker: lambda state: [A]})
+        with pytest.raises(ValueError, match="chooses among pages of one size"):
+            session.generate(params(6))
         session.close()
         assert_nothing_held(engine)
 

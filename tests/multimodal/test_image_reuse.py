@@ -17,6 +17,10 @@ from octavo.core.hf_model import HFModel
 from octavo.core.serving.prompts import TokenSegment
 from octavo.multimodal import EncodeWorker
 from octavo.multimodal.reuse import BlendReuse, EncoderOnlyReuse, PrefixReuse, RepairReuse, ZeroCopyReuse
+from octavo.sparse.budgets import Uniform
+from octavo.sparse.lossless import Lossless
+from octavo.sparse.method import Method
+from octavo.sparse.scorers import Random
 
 VOCAB = 128
 
@@ -361,6 +365,24 @@ def test_engines_that_replay(t_model, served, expected, drain, assert_nothing_he
         names = [engine.submit(prompt, params()) for prompt in PROMPTS]
         drained = drain(engine)
         assert [drained.tokens_of(each) for each in names] == [expected(prompt, mode) for prompt in PROMPTS]
+        assert_nothing_held(engine)
+
+
+@modes
+@pytest.mark.parametrize("execution", ["eager", "graph"])
+def test_beside_drafts(mode, execution, t_model, served, expected, drain, assert_nothing_held):
+    """Texts that a method drafts, in the same steps and a pool that is too small for all."""
+    drafting = Lossless(Method("random", Random(), Uniform(8)), 3)
+    texts = [[text(30, 7)], [text(26, 8)]]
+    engine = served(t_model, mode, execution=execution, pool_tokens=128, step_tokens=16)
+    for _ in range(2):
+        names = [engine.submit(prompt, params(9), method=drafting) for prompt in texts]
+        names += [engine.submit(prompt, params(9)) for prompt in PROMPTS]
+        drained = drain(engine)
+        wanted = [expected(prompt, mode, 9) for prompt in [*texts, *PROMPTS]]
+        assert [drained.tokens_of(each) for each in names] == wanted
+        counts = [drained.completions[each].samples[0].drafts for each in names[:2]]
+        assert all(count.drafted > 0 for count in counts)
         assert_nothing_held(engine)
 
 

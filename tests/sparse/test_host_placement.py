@@ -12,6 +12,7 @@ from octavo.core import SamplingParams
 from octavo.core.memory import transfer_costs
 from octavo.core.scheduler import StepPlan
 from octavo.sparse.host_placement import Host
+from octavo.sparse.lossless import Lossless
 from octavo.sparse.replacement.policies import REPLACEMENTS
 
 from .method_cases import NAMES, SMALLER, make
@@ -229,21 +230,26 @@ class TestSharing:
         assert_nothing_pinned(engine)
 
     def test_beside_others_of_the_same_batch(self, model, engine_for, hosted_engine, drain, assert_nothing_pinned):
-        """Dense, in the pool, in the host tier, and short ones, of which nothing is away."""
+        """Dense, in the pool, in the host tier, drafting, and short ones, of which nothing is away."""
         quest, arkvale = make("quest"), make("arkvale")
         requests = {
             "dense": (PROMPT, None), "pool": (PROMPT, quest), "host": (PROMPT, hosted(quest)),
             "other": (PROMPT[5:], hosted(quest, 4)), "arkvale": (PROMPT, hosted(arkvale)),
             "short": (PROMPT[:30], hosted(quest)),  # its frames would take what its pages do
+            "drafts": (PROMPT, Lossless(quest, 3)),
         }  # fmt: skip
         engine = hosted_engine(model)
         together = run(engine, drain, {i: (prompt, params(), chosen) for i, (prompt, chosen) in requests.items()})
         assert {i: c.samples[0].resident_lookups > 0 for i, c in together.items()} == {
             "dense": False, "pool": False, "host": True, "other": True, "arkvale": True, "short": False,
+            "drafts": False,
         }  # fmt: skip
         for i, (prompt, chosen) in requests.items():
-            alone = one(engine_for(model) if i in ("dense", "pool") else hosted_engine(model), drain, chosen, prompt)
+            in_pool = i in ("dense", "pool", "drafts")
+            alone = one(engine_for(model) if in_pool else hosted_engine(model), drain, chosen, prompt)
             assert together[i].samples[0].token_ids == alone.token_ids
+        assert together["drafts"].samples[0].token_ids == together["dense"].samples[0].token_ids
+        assert together["drafts"].samples[0].drafts.accepted > 0
         assert_nothing_pinned(engine)
 
     def test_a_dense_request_finds_the_exact_pages(self, model, engine_for, hosted_engine, drain):

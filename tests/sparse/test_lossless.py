@@ -2,6 +2,7 @@
 
 import random
 from contextlib import suppress
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -11,6 +12,7 @@ from octavo.core import SamplingParams
 from octavo.core.scheduler import StepPlan
 from octavo.scripts.build import method
 from octavo.scripts.refusal import ConfigError
+from octavo.sparse.host_placement import Host
 from octavo.sparse.lossless import Lossless
 
 from .method_cases import NAMES, PROMPT, make
@@ -393,6 +395,7 @@ class TestRefused:
             ({"draft": "lossless"}, "draft: a method that drafts itself"),
             ({"draft": "dense"}, "draft=dense"),
             ({"draft": "snapkv"}, "draft='snapkv' drops tokens"),
+            ({"draft": "xattention_quest"}, "draft='xattention_quest' computes prompts by a pattern"),
             ({"draft": "qest"}, "did you mean 'quest'"),
             ({"forced_acceptance": 1.5}, "forced_acceptance must be a probability, 0 to 1, or null, got 1.5"),
         ],
@@ -404,6 +407,17 @@ class TestRefused:
     def test_a_drafting_method_that_cannot_serve(self, model, engine_for):
         with pytest.raises(ValueError, match=r"dense_layers \[9\] are not among the 3 layers"):
             engine_for(model).submit(PROMPT, method=Lossless(make("quest", dense_layers=[9])))
+
+    def test_a_draft_whose_pages_lie_in_host_memory(self, model, engine_for):
+        chosen = Lossless(replace(make("quest"), placement=Host(8)))
+        engine = engine_for(model, host_tokens=400)
+        with pytest.raises(ValueError, match="draft='quest' keeps its pages in host memory, and what verifies reads"):
+            engine.submit(PROMPT, method=chosen)
+        assert not engine.has_work()
+
+    def test_what_is_known_of_tokens_beforehand(self, model, engine_for):
+        with pytest.raises(ValueError, match="token_prior goes with a method that has a prior, and lossless has none"):
+            engine_for(model).submit(PROMPT, method=lossless(), token_prior=[0.5] * len(PROMPT))
 
     def test_the_draft_is_named_and_has_the_budget(self):
         chosen = method("lossless", draft="tidal", drafts=2, budget_tokens=96)
