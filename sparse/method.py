@@ -9,10 +9,10 @@ from math import prod
 
 from torch import Tensor
 
+from octavo.core.hosting.interfaces import Hosting
 from octavo.core.interfaces import (
     Budget,
     Digest,
-    Hosting,
     ModelSpec,
     PagesRead,
     PageView,
