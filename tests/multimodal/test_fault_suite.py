@@ -141,7 +141,7 @@ def compute_to(engine, stop):
     return sequence
 
 
-@pytest.mark.parametrize("cache", [True, False], ids=["cache", "no_cache"])
+@pytest.mark.parametrize("cache", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["cache", "no_cache"])
 def test_preempted(cache, model, encoder, prompt, wanted, build):
     engine = build(model, encoder, prefix_cache=cache)
     for stop in image_tokens(prompt):

@@ -74,7 +74,10 @@ def name(mode):
     return f"{mode.name}-{mode.head(9, 6)}"
 
 
-modes = pytest.mark.parametrize("mode", MODES, ids=name)
+FEW = (MODES[0], MODES[2])
+modes = pytest.mark.parametrize(
+    "mode", [pytest.param(mode, marks=() if mode in FEW else pytest.mark.slow) for mode in MODES], ids=name
+)
 
 
 def head_of(mode, picture):

@@ -1,10 +1,32 @@
 """The table of the methods that drop tokens, made small."""
 
+import pytest
+
 from octavo.scripts.build import method
 
 from .method_cases import DROPPING
 
 EVICTING = [name for name in DROPPING if name != "duo_attention"]  # it has no budget: TestDuoAttention
+FEW = ("ada_snapkv", "h2o", "knorm_drop", "random_drop", "snapkv")
+"""One of each kind: heads that share, deciding again, keys alone, drawing, and queries that are observed."""
+
+
+def every(names, cases):
+    """A test of every one of ``cases``; those of methods that are none of ``FEW`` with ``-m slow``."""
+    names = names.split(", ")
+
+    def name_of(case):
+        return case if isinstance(case, str) else case[0]
+
+    marked = [
+        pytest.param(
+            *([case] if isinstance(case, str) else case), marks=() if name_of(case) in FEW else pytest.mark.slow
+        )
+        for case in cases
+    ]
+    return pytest.mark.parametrize(names, marked)
+
+
 SMALL = {"keep": {"sink_tokens": 4, "recent_tokens": 4}}
 WINDOW = {"scorer": {"window": 4, "kernel": 3}}
 SMALLER = {

@@ -12,7 +12,7 @@ from octavo.core.costs import predict_decode
 from octavo.core.scheduler import StepPlan
 from octavo.scripts.build import method
 
-from .eviction_cases import EVICTING, PAGES, VISIBLE, evicting
+from .eviction_cases import EVICTING, PAGES, VISIBLE, every, evicting
 from .method_cases import PROMPT
 from .method_cases import make as selecting
 
@@ -64,7 +64,7 @@ def retained(model, prompt, positions, tokens):
     return drawn, logprobs
 
 
-@pytest.mark.parametrize("name", EVICTING)
+@every("name", EVICTING)
 def test_a_full_budget_is_dense_bit_for_bit(name, model, engine_for, drain):
     dense = alone(engine_for(model), drain, None, logprobs=1)
     full = alone(engine_for(model), drain, evicting(name, 2000), logprobs=1)
@@ -72,7 +72,7 @@ def test_a_full_budget_is_dense_bit_for_bit(name, model, engine_for, drain):
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
-@pytest.mark.parametrize("name", EVICTING)
+@every("name", EVICTING)
 def test_br55_what_is_kept_is_attended_to_at_its_own_positions(name, backend, model, engine_for, drain):
     """Dense attention over the retained (token, position) pairs, computed by transformers."""
     engine = engine_for(model, backend=backend)
@@ -90,7 +90,7 @@ def test_br55_what_is_kept_is_attended_to_at_its_own_positions(name, backend, mo
     assert got == pytest.approx(logprobs, abs=5e-4)
 
 
-@pytest.mark.parametrize("name", EVICTING)
+@every("name", EVICTING)
 def test_hidden_and_dropped_pages_give_the_same_bits(name, model, engine_for, drain):
     visible = alone(engine_for(model), drain, evicting(name, **VISIBLE), logprobs=2)
     dropped = alone(engine_for(model), drain, evicting(name, **PAGES), logprobs=2)
@@ -100,7 +100,7 @@ def test_hidden_and_dropped_pages_give_the_same_bits(name, model, engine_for, dr
 
 
 @pytest.mark.parametrize("kind, page_tokens", [("token", 4), ("token", 12), ("page", 12), ("visible", 4)])
-@pytest.mark.parametrize("name", EVICTING)
+@every("name", EVICTING)
 def test_predicted_bytes_are_the_counted_ones(name, kind, page_tokens, model, engine_for, drain):
     parts = KINDS[kind]
     if name == "pyramid_snapkv":  # its last layer keeps little more
@@ -125,7 +125,7 @@ def test_predicted_bytes_are_the_counted_ones(name, kind, page_tokens, model, en
     assert cost.kv_bytes < 0.9 * dense.kv_bytes and sample.decode_steps == cost.steps == 29
 
 
-@pytest.mark.parametrize("name", EVICTING)
+@every("name", EVICTING)
 def test_dropped_units_are_free_for_others(name, model, engine_for, drain):
     """Without a prefix cache, which would hold on to them: what is held is what was predicted."""
     held = {}
@@ -157,7 +157,7 @@ def test_a_mixed_batch_equals_singles(backend, model, engine_for, drain, assert_
     assert_idle(engine)
 
 
-@pytest.mark.parametrize("name, kind", CASES)
+@every("name, kind", CASES)
 class TestWhatDoesNotMatter:
     def test_how_the_prompt_is_cut(self, name, kind, model, engine_for, drain):
         chosen = evicting(name, **KINDS[kind])
@@ -240,7 +240,7 @@ class TestWhatDoesNotMatter:
         assert got[0] == got[1]
 
 
-@pytest.mark.parametrize("name", EVICTING)
+@every("name", EVICTING)
 def test_shaped_pages_are_never_found(name, model, engine_for, drain):
     engine, chosen = engine_for(model), evicting(name)
     first = alone(engine, drain, chosen, max_tokens=16)
@@ -251,7 +251,7 @@ def test_shaped_pages_are_never_found(name, model, engine_for, drain):
     assert evicting(name, 24).provenance != chosen.provenance
 
 
-@pytest.mark.parametrize("name", EVICTING)
+@every("name", EVICTING)
 def test_score_is_the_log_likelihood_of_decoding(name, model, engine_for, drain):
     chosen = evicting(name)
     sample = alone(engine_for(model), drain, chosen, logprobs=0)
@@ -259,7 +259,7 @@ def test_score_is_the_log_likelihood_of_decoding(name, model, engine_for, drain)
     assert engine_for(model).score(PROMPT, sample.token_ids, method=chosen) == pytest.approx(decoded, abs=1e-5)
 
 
-@pytest.mark.parametrize("name, kind", CASES)
+@every("name, kind", CASES)
 class TestUnseen:
     """The last tokens of the prompt come after the decision, and read what it has left them."""
 
@@ -311,7 +311,7 @@ def test_no_two_methods_are_the_same_composition():
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 8, 12, 13])
-@pytest.mark.parametrize("name", EVICTING)
+@every("name", EVICTING)
 def test_br53_a_short_prompt_keeps_something(name, length, model, engine_for, drain):
     """The least budget that is not refused, on prompts of a few tokens and of a few pages."""
     for parts in KINDS.values():
