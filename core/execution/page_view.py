@@ -181,7 +181,7 @@ class StepPages:
         head = torch.arange(heads, device=q.device)[:, None]
         k, v = (self.kv[units, self.plan.places[self.layer].unit_layer, part, head, slot].float() for part in (0, 1))
         past = torch.arange(entry.shape[2], device=q.device) >= tokens.counts[..., None]
-        scores = torch.einsum("bhgd,bhsd->bhgs", q.float().unflatten(1, (heads, -1)), k) * self.traits.scale
+        scores = torch.einsum("bhgd,bhsd->bhgs", q.float().view(len(q), heads, -1, q.shape[2]), k) * self.traits.scale
         if self.traits.softcap:
             scores = self.traits.softcap * torch.tanh(scores / self.traits.softcap)
         scores = scores.masked_fill(past[:, :, None], -torch.inf)

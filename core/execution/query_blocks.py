@@ -66,7 +66,7 @@ class StepBlocks:
         slots = (last * (last + 1) - before * (before + 1)) // 2 * self.block_tokens  # up to each block's end, added up
         self.elements_read += slots * heads * dim
         units = self.kv[entry_units(self.table), self.plan.places[self.layer].unit_layer, 0]  # [P * units, Hkv, u, D]
-        pages = units.unflatten(0, (-1, self.page_tokens // unit_tokens)).transpose(1, 2)
+        pages = units.view(-1, self.page_tokens // unit_tokens, heads, unit_tokens, dim).transpose(1, 2)
         return pages.flatten(2, 3)
 
 
@@ -108,7 +108,7 @@ def choose_pages(group: BlockGroup, layer: int, q: Tensor, traits: LayerTraits) 
     """
     blocks, kv = group.blocks, group.blocks.kv
     blocks.layer, blocks.traits = layer, traits
-    blocks.q = q.unflatten(0, (blocks.count, blocks.block_tokens))
+    blocks.q = q.view(blocks.count, blocks.block_tokens, *q.shape[1:])
     chosen = group.pattern.choose(blocks)
     page = torch.arange(chosen.shape[2], device=kv.device)
     ends = blocks.ends[:, None, None]

@@ -1,5 +1,6 @@
 """The contract of prefill patterns, on one table that is read from ``configs/sparse``."""
 
+import dataclasses
 import random
 
 import pytest
@@ -11,6 +12,7 @@ from octavo.core.inspection.prefill_cost import predict_prefill
 from octavo.core.interfaces import LayerTraits
 from octavo.core.scheduler import StepPlan
 from octavo.scripts.build import method
+from octavo.sparse.placements import Resident
 from octavo.sparse.prefill import AShape, TopPages, VerticalSlash, XAttention
 
 from .method_cases import PATTERNS, SMALL
@@ -439,3 +441,12 @@ def test_triton_agrees_with_the_reference(name, model, engine_for, drain):
     assert got.token_ids == expected.token_ids and got.prefill_bytes_read == expected.prefill_bytes_read
     for a, b in zip(got.logprobs, expected.logprobs, strict=True):
         assert a == pytest.approx(b, abs=2e-3)
+
+
+@pytest.mark.parametrize("name", ["xattention_quest", "oracle_token"])
+def test_pages_in_the_host_tier_are_refused(name, model, engine_for):
+    parts = {"xattention_quest": {"prefill": {"block_tokens": 8, "stride": 2}}}.get(name, {})
+    made = method(name, budget_tokens=20, **SMALL, **parts)
+    away = dataclasses.replace(made, placement=type("Away", (), {"resolve": Resident.resolve})())
+    with pytest.raises(ValueError, match="reads pages of the device alone; take the placement Resident, not Away"):
+        away.validate(engine_for(model).spec, 4)
