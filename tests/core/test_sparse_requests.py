@@ -10,6 +10,7 @@ from octavo.core import SamplingParams
 from octavo.core.interfaces import PagesRead, Selection
 from octavo.core.sequence import NEVER, SparseSpan
 from octavo.core.sequence import Sequence as TokenSequence
+from octavo.core.scheduler import StepPlan
 from octavo.core.serving.requests import new_request
 
 GREEDY = {"ignore_eos": True}
@@ -162,7 +163,7 @@ class TestProvenance:
         engine.submit(prompt, SamplingParams(max_tokens=24, **GREEDY), request_id="it")
         for _ in range(14):
             engine.step()
-        engine._scheduler._preempt(engine._scheduler.running[0], type("Plan", (), {"chunks": [], "preempted": []})())
+        engine._scheduler._preempt(engine._scheduler.running[0], StepPlan())
         assert drain(engine).tokens_of("it") == expected
         assert_idle(engine)
 

@@ -53,9 +53,8 @@ def test_a_file_of_ones_own_may_build_on_another(tmp_path: Path, monkeypatch: py
 
 
 def test_unknown_names_are_refused_with_the_nearest() -> None:
-    with pytest.raises(
-        ConfigError, match=r"unknown sparse method 'qest'; did you mean 'quest'\? known: a_shape, .*quest, quest_structure"
-    ):
+    known = r"unknown sparse method 'qest'; did you mean 'quest'\? known: a_shape, .*quest, quest_structure"
+    with pytest.raises(ConfigError, match=known):
         method("qest")
 
 
