@@ -26,7 +26,7 @@ from octavo.scripts.schema import EXPERIMENTS, Config
 
 log = logging.getLogger("octavo")
 
-schema.register()
+schema.register(sys.argv[1:])
 naming.register()
 
 

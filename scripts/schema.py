@@ -12,6 +12,7 @@ their own (``octavo.scripts.build.check``), still before a model is loaded.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hydra.core.config_store import ConfigStore
@@ -203,10 +204,18 @@ EXPERIMENTS: dict[str, type[Config]] = {
 """Experiment -> its keys. ``octavo.scripts.experiments.<name>.run(cfg, run)`` is its function."""
 
 
-def register() -> None:
-    """Make the types known to Hydra as the group ``schema``, which ``configs/config.yaml`` puts first."""
+def register(arguments: Sequence[str] = ()) -> None:
+    """Make the types known to Hydra as the group ``schema``, which ``configs/config.yaml`` puts first.
+
+    Args:
+        arguments: of the command line. For its help Hydra copies all types once for each group that it lists, so there
+            only that of the main job is known, unless another experiment is asked for.
+    """
     store = ConfigStore.instance()
+    helps = {"--help", "-h"} & set(arguments) and not any(given.startswith("experiment=") for given in arguments)
     for name, schema in EXPERIMENTS.items():
+        if helps and name != "code_completion":
+            continue
         node = OmegaConf.structured(schema)
         # Open, so that a command line needs no "+" to say sparse.overrides.quest.keep.sink_tokens=4.
         OmegaConf.set_struct(node.engine.page_policies, False)
