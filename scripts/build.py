@@ -291,10 +291,17 @@ def reuse(name_or_path: str) -> SegmentReuse:
 
 
 def drafting(method: SparseMethod, drafts: int, forced_acceptance: float | None = None) -> SparseMethod:
-    """``method`` as one that only drafts (``octavo.sparse.lossless``)."""
+    """``method`` as one that only drafts (``octavo.sparse.lossless``).
+
+    Raises:
+        ConfigError: it cannot.
+    """
     from octavo.sparse.lossless import Lossless
 
-    return Lossless(method, drafts, forced_acceptance)
+    try:
+        return Lossless(method, drafts, forced_acceptance)
+    except ValueError as error:
+        raise ConfigError(f"sparse.methods: {error}") from error
 
 
 def fit(methods: Mapping[str, SparseMethod | None], engine: Engine) -> None:

@@ -131,3 +131,9 @@ def test_margins() -> None:
 def test_somebody_must_draft(octavo: Command) -> None:
     outcome = octavo("experiment=lossless", "sparse.methods=[dense]")
     assert outcome.code == 1 and "nobody drafts" in outcome.err
+
+
+def test_who_cannot_draft(octavo: Command) -> None:
+    outcome = octavo("experiment=lossless", "sparse.methods=[snapkv]")
+    assert outcome.code == 1 and "sparse.methods: draft='snapkv' drops tokens" in outcome.err
+    assert "Traceback" not in outcome.err
