@@ -128,10 +128,13 @@ class Method:
             raise ValueError(
                 f"{self.name}: {self.budget} divides shares of attention, and the scores of {self.scorer} are none"
             )
-        if isinstance(self.placement, Host) and self.scorer.elements(2 * page_tokens, spec, page_tokens):
+        two = 2 * page_tokens
+        every, some = self.scorer.elements(two, spec, page_tokens), self.scorer.narrowing(1, two, spec, page_tokens)
+        if isinstance(self.placement, Host) and (every or some):
             raise ValueError(
-                f"{self.name}: {self.scorer} reads keys of all pages to choose, and {self.placement} leaves them in "
-                "host memory; choose by digests, or place the pages with octavo.sparse.placements.Resident"
+                f"{self.name}: {self.scorer} reads keys of {'all' if every else 'some'} pages to choose, and "
+                f"{self.placement} leaves them in host memory; choose by digests, or place the pages with "
+                "octavo.sparse.placements.Resident"
             )
         kept = self.keep.pages(page_tokens)
         least = min((self._budget(layer, spec.layers, page_tokens) for layer in sparse), default=kept)
