@@ -50,7 +50,8 @@ def let_through() -> Iterator[None]:
         _deliver(handler)
         yield
     finally:
-        signal.signal(signal.SIGINT, _wait)
+        if _before is not None:  # Ctrl-C may have come just where ``with`` ends, and this is garbage that ends later
+            signal.signal(signal.SIGINT, _wait)
 
 
 def _deliver(handler: Callable[..., Any]) -> None:

@@ -54,7 +54,7 @@ def test_any_line_of_a_step(t_model, engine_for, host_tier_for, assert_nothing_h
     done, streams, interrupted = {}, {}, 0
     while engine.has_work():
         try:
-            with ctrl_c_at(int(rng.expovariate(1 / 400)) + 1):
+            with ctrl_c_at(int(rng.expovariate(1 / 2000)) + 1):
                 outputs = engine.step()
         except KeyboardInterrupt:
             interrupted += 1
@@ -109,6 +109,15 @@ def test_a_forward_pass_ends_at_once(t_model, engine_for, monkeypatch, drain):
     engine.check()
     assert t_model.config._attn_implementation == attention
     assert len(drain(engine).completions) == 1
+
+
+def test_a_stretch_that_nobody_ended_ends_without_a_trace():
+    """Ctrl-C just where ``with`` ends leaves the end to whoever collects the garbage."""
+    with interrupts.held():
+        stretch = interrupts.let_through()
+        stretch.__enter__()
+    del stretch
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_what_waits_and_who_gets_it():
