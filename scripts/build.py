@@ -299,7 +299,7 @@ def drafting(method: SparseMethod, drafts: int, forced_acceptance: float | None 
     from octavo.sparse.lossless import Lossless
 
     try:
-        return Lossless(method, drafts, forced_acceptance)
+        return typing.cast("SparseMethod", Lossless(method, drafts, forced_acceptance))
     except ValueError as error:
         raise ConfigError(f"sparse.methods: {error}") from error
 

@@ -6,7 +6,16 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from octavo.core.interfaces import Digest, Drafter, ModelSpec, PagesRead, PageView, Selection, SparseMethod
+from octavo.core.interfaces import (
+    Digest,
+    Drafter,
+    ModelSpec,
+    PagesRead,
+    PageView,
+    Selection,
+    SparseMethod,
+    TokenSelection,
+)
 from octavo.sparse.checks import check_integer
 
 
@@ -70,7 +79,7 @@ class Lossless:
                 "them with octavo.sparse.placements.Resident"
             )
 
-    def select(self, q: Tensor, pages: PageView) -> Selection | None:
+    def select(self, q: Tensor, pages: PageView) -> Selection | TokenSelection | None:
         return self.draft.select(q, pages)
 
     def resolve(self, selection: Selection, pages: PageView) -> tuple[Tensor, Tensor]:
