@@ -6,7 +6,7 @@ OLDEST := $(VENV)/oldest-transformers
 
 export OCTAVO_CACHE ?= $(HOME)/.cache/octavo
 
-.PHONY: help setup run test check types format items clean
+.PHONY: help setup run test slow check types format items clean
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -33,9 +33,12 @@ $(OLDEST)/.installed: tests/oldest-requirements.txt $(VENV)/.installed
 run: setup  ## the main job: code completion, dense and sparse, on real files (ARGS="limit=2" for a short one)
 	$(VENV)/bin/octavo $(ARGS)
 
-test: setup $(OLDEST)/.installed  ## the whole suite, then parity with the oldest supported transformers
-	$(PY) -m pytest -q -n auto --maxprocesses=4 -m 'not gpu and not soak' $(ARGS)
+test: setup $(OLDEST)/.installed  ## the suite, then parity with the oldest supported transformers
+	$(PY) -m pytest -q -n auto --maxprocesses=4 $(ARGS)
 	PYTHONPATH=$(OLDEST) $(PY) -m pytest -q -n auto --maxprocesses=4 -m 'parity and not gpu' $(ARGS)
+
+slow: setup  ## what takes longer: every method, way of reuse and placement in all the tests of its kind
+	$(PY) -m pytest -q -n auto --maxprocesses=4 -m 'slow and not gpu and not soak' $(ARGS)
 
 check: $(VENV)/.installed  ## lint, format and types
 	$(VENV)/bin/ruff check .
