@@ -108,7 +108,7 @@ HEADINGS = {
     "computed_tokens": "computed",
     "images_encoded": "encoded",
     "inserted": "inserted",
-    "fork_units": "units of a fork",
+    "fork_units": "fork units",
     "own_units": "own units",
     "kv_bytes_per_token": "KV read a token",
     "predicted_kv_bytes_per_token": "predicted",

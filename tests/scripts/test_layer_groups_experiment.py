@@ -192,7 +192,7 @@ class TestCommand:
             assert row["hit_tokens"] == (row["prompt_tokens"] - 1) // 16 * 16
         assert found[2]["kv_ratio"] < found[0]["kv_ratio"] < 1 == found[1]["kv_ratio"]
         assert found[2]["requests_fit"] > 8
-        assert "x while decoding; 8 of 8 tokens" in outcome.out and "to fork" in outcome.out
+        assert "x while decoding; 8 of 8 tokens" in outcome.out and "µs to" in outcome.out
         assert (outcome.folder / "plots/layer_groups.png").stat().st_size > 5000
 
     def test_an_interrupted_run_goes_on(self, octavo: Command, windowed_model: Path) -> None:

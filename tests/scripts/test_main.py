@@ -52,17 +52,71 @@ def stop() -> None:
     raise RuntimeError("boom")
 
 
+SEEING = ("image_benchmarks", "interleaved", "page_ratio", "sessions")
+"""Experiments that take a model that sees."""
+
+
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_limit_makes_any_experiment_a_smoke_test(
-    name: str, octavo: Command, tiny: list[str], tiny_model: Path, windowed_model: Path
+    name: str,
+    octavo: Command,
+    tiny: list[str],
+    tiny_model: Path,
+    windowed_model: Path,
+    request: pytest.FixtureRequest,
 ) -> None:
     if name == "kernels":
         pytest.skip("Triton's interpreter needs a process of its own: test_kernels_experiment.py")
     model = f"model.path={tiny_model}"
     runs = [str(octavo(*tiny, "limit=2").folder) for _ in range(2)] if name == "compare" else []
+    demo = f"model.path={request.getfixturevalue('tiny_demo')}" if name in SEEING else ""
+    dense_in_none = "sparse.overrides.quest.dense_layers=[]"
     arguments = {
         "break_even": [model, "contexts=[200,300]", "new_tokens=2", "rounds=1", "sparse.budget_tokens=128"],
         "compare": [f"runs=[{','.join(runs)}]"],
+        "heads": [
+            model,
+            "prompt_tokens=128",
+            "new_tokens=12",
+            "sparse.methods=[dense,duo_attention]",
+            "sparse.budget_tokens=96",
+        ],
+        "host_tier": [
+            model,
+            "page_sizes=[16]",
+            "replacements=[lru]",
+            "context_tokens=500",
+            "slack_tokens=32",
+            "new_tokens=4",
+            "kinds=[text]",
+            "sparse.budget_tokens=160",
+            dense_in_none,
+        ],
+        "image_benchmarks": [demo, "max_new_tokens=4", "benchmarks=[captions]"],
+        "interleaved": [demo, "exams=[colour]"],
+        "lossless": [
+            model,
+            "contexts=[300]",
+            "documents=2",
+            "drafts=[2]",
+            "new_tokens=8",
+            "sparse.methods=[quest]",
+            "sparse.budget_tokens=128",
+            dense_in_none,
+        ],
+        "page_ratio": [demo, "images=[16]", "policies=[1,1.5]", "images_a_prompt=2"],
+        "placements": [
+            model,
+            "context_tokens=500",
+            "slack_tokens=32",
+            "new_tokens=4",
+            "kinds=[text]",
+            "pool_requests=1",
+            "sparse.budget_tokens=160",
+            dense_in_none,
+        ],
+        "sessions": [demo, "turns=2", "forks=1", "new_tokens=4"],
+        "structure": [*tiny[:3], "sparse.methods=[quest]", "sparse.budget_tokens=128", dense_in_none],
         "code_completion": tiny,
         "image_sharing": [
             "model.shape=tiny",
@@ -218,10 +272,10 @@ def test_the_jobs_of_a_sweep_are_apart(
     """Three jobs whose second raises: the others complete, it says so at once and in its own log, the exit is not 0."""
     complete = code_completion.complete
 
-    def second_raises(item: Any, methods: Any, engine: Any, config: Any, tokenizer: Any) -> Any:
+    def second_raises(item: Any, methods: Any, engine: Any, config: Any, *more: Any) -> Any:
         if config.engine.page_tokens == 32:
             raise RuntimeError("boom")
-        return complete(item, methods, engine, config, tokenizer)
+        return complete(item, methods, engine, config, *more)
 
     monkeypatch.setattr(code_completion, "complete", second_raises)
     outcome = octavo("-m", *tiny, "limit=1", "engine.page_tokens=16,32,8")

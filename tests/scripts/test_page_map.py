@@ -167,6 +167,27 @@ RUNS: dict[str, tuple[list[str], list[str]]] = {
     "code_completion": (["limit=1"], ["all items, one after another"]),
     "devices": (["limit=1", "devices=[cpu:reference,cpu:cpu]"], ["all items, one after another, on cpu:reference"]),
     "generate": (["limit=1"], ["all prompts, in one batch"]),
+    "heads": (
+        [
+            "requests=4",
+            "prompt_tokens=128",
+            "new_tokens=8",
+            "pool_requests=2",
+            "engine.step_tokens=128",
+            "sparse.budget_tokens=40",
+            "sparse.methods=[dense,duo_attention]",
+        ],
+        ["dense", "duo_attention"],
+    ),
+    "image_benchmarks": (
+        ["limit=1", "max_new_tokens=2", "benchmarks=[captions]"],
+        ["prefix, all items, one after another"],
+    ),
+    "image_sharing": (
+        ["limit=1", "images=1", "image_tokens=48", "new_tokens=2", "modes=[zero_copy]"],
+        ["4 requests with the same 1 images, zero_copy"],
+    ),
+    "interleaved": (["limit=1", "exams=[colour]"], ["the conversations, all at once"]),
     "knobs": (
         [
             "limit=4",
@@ -187,17 +208,38 @@ RUNS: dict[str, tuple[list[str], list[str]]] = {
         ["contexts=[60]", "new_tokens=4", "engine.step_tokens=32"],
         ["layer groups, 60 tokens", "one group, 60 tokens"],
     ),
+    "lossless": (
+        [
+            "contexts=[300]",
+            "documents=1",
+            "drafts=[2]",
+            "new_tokens=8",
+            "sparse.methods=[quest]",
+            "sparse.budget_tokens=128",
+            "sparse.overrides.quest.dense_layers=[]",
+        ],
+        ["all documents, one after another"],
+    ),
     "multi_turn": (
         ["conversations=1", "length=400", "turns=1", "max_new_tokens=4", "sparse.methods=[dense]"],
         ["all conversations, one after another"],
+    ),
+    "page_ratio": (
+        ["images=[16]", "policies=[1,1.5]", "limit=1", "images_a_prompt=2"],
+        ["images of 16 tokens, ratio 1.5"],
     ),
     "page_size": (
         ["limit=2", "page_sizes=[24,8,16]", "images=[]", "sequences=2"],
         ["the workload in pages of 8 tokens", "the workload in pages of 24 tokens"],
     ),
+    "pareto": (["limit=1", "levels=[0.7]", "sparse.budget_tokens=1024"], ["all items, one after another"]),
     "perplexity": (
         ["documents=1", "context_tokens=300", "scored_tokens=6", "windows=2", "sparse.methods=[dense]"],
         ["all documents, one after another"],
+    ),
+    "protocols": (
+        ["limit=1", "length=600", "sparse.budget_tokens=128", "dense_layers=[[]]", "sparse.methods=[dense]"],
+        ["all puzzles and conversations"],
     ),
     "ruler": (
         [
@@ -210,9 +252,14 @@ RUNS: dict[str, tuple[list[str], list[str]]] = {
         ],
         ["all puzzles, one after another"],
     ),
+    "sessions": (["conversations=1", "turns=1", "forks=1", "new_tokens=2"], ["conversation 0"]),
     "sharing": (
         ["samples=[3,1]", "prompt_tokens=[40,20]", "new_tokens=[5]", "model_samples=[]", "surface_tokens=1024"],
         ["random weights, 3 samples of 40 + 5 tokens"],
+    ),
+    "structure": (
+        ["limit=1", "sparse.methods=[quest]"],
+        ["all items, one after another"],
     ),
     "throughput": (
         ["limit=1", "rivals=[]", "repeats=1"],
@@ -221,16 +268,25 @@ RUNS: dict[str, tuple[list[str], list[str]]] = {
 }
 """Experiment -> arguments that make it tiny, and what its page maps show."""
 
-UNTIMED = {"code_completion", "devices", "generate", "multi_turn", "perplexity", "ruler"}
+UNTIMED = {
+    "code_completion", "devices", "generate", "heads", "interleaved", "lossless", "multi_turn", "pareto", "perplexity",
+    "protocols", "ruler", "structure",
+}  # fmt: skip
 """Experiments that are looked at while they run."""
 
 
 @pytest.fixture
 def arguments(request: pytest.FixtureRequest, name: str) -> list[str]:
-    if name in ("code_completion", "devices"):
+    if name in ("code_completion", "devices", "pareto"):
         return [*request.getfixturevalue("tiny"), *RUNS[name][0]]
-    model = request.getfixturevalue("windowed_model" if name == "layer_groups" else "tiny_model")
-    return [f"model.path={model}", *RUNS[name][0]]
+    if name == "structure":  # its methods are others than those of ``tiny``
+        settings = request.getfixturevalue("tiny")[:3]
+        return [*settings, "sparse.budget_tokens=128", "sparse.overrides.quest.dense_layers=[]", *RUNS[name][0]]
+    if name == "image_sharing":
+        return ["model.shape=tiny", *RUNS[name][0]]
+    seeing = name in ("image_benchmarks", "interleaved", "page_ratio", "sessions")
+    kind = "windowed_model" if name == "layer_groups" else "tiny_demo" if seeing else "tiny_model"
+    return [f"model.path={request.getfixturevalue(kind)}", *RUNS[name][0]]
 
 
 def test_every_experiment_that_runs_an_engine_is_in_the_table() -> None:
