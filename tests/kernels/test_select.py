@@ -152,7 +152,8 @@ def test_rows_of_a_store_beyond_two_to_the_31_elements():
     spread = far.as_strided((rows, LAYERS, kv_heads, 2, dim), (stride, 2**20 // LAYERS, 2 * dim, dim, 1))
     spread[:, LAYER] = torch.stack([args[1][:, LAYER], args[2][:, LAYER]], 2)
     args[1:3] = spread.unbind(3)
-    assert torch.equal(ops.page_score(*args, False, "triton"), want)
+    # Rounded alike up to the order of sums, which is the processor's; a wrong row or layer is nothing like it.
+    torch.testing.assert_close(ops.page_score(*args, False, "triton"), want, rtol=1e-5, atol=1e-5)
 
 
 # Page top-k
