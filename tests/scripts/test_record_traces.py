@@ -25,7 +25,7 @@ def test_the_main_job(tiny_model: Path, items_file: Path) -> None:
         limit=2,
         model=ModelSettings(str(tiny_model)),
         task=TaskSettings(path=str(items_file), max_new_tokens=3),
-        sparse=SparseSettings(["dense", "streaming"], 128, {"streaming": {"dense_layers": []}}),
+        sparse=SparseSettings(["dense", "streaming"], budget_tokens=128, overrides={"streaming": {"dense_layers": []}}),
     )
     trace = record_traces.record_main_job(config, *build.load_model(config.model))
     assert trace.sequences == 2 * 2 * 2  # written and scored, for every item and method

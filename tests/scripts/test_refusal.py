@@ -27,7 +27,7 @@ CASES = {
     "method as a group": ("sparse=quest", "sparse.methods=[dense,quest]"),
     "misspelt method": (
         "sparse.methods=[dense,qest]",
-        "unknown sparse method 'qest'; did you mean 'quest'? known: ada_kv",
+        "unknown sparse method 'qest'; did you mean 'quest'? known: a_shape, ada_kv",
     ),
     "missing method file": ("sparse.methods=[my/method.yaml]", "no such method file: {cwd}/my/method.yaml"),
     "method twice": ("sparse.methods=[dense,dense]", "lists 'dense' twice"),
