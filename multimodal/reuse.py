@@ -30,34 +30,32 @@ class _ByPlace:
         raise AssertionError("nothing is compared")
 
 
+class _Exact(_ByPlace):
+    """All of an image that is not found behind the same prefix is computed."""
+
+    exact = True
+    copies = False
+    context_tokens = 0
+    provenance = ""
+
+    def head(self, tokens: int, page_tokens: int) -> int:
+        return tokens
+
+
 @dataclass(frozen=True)
-class PrefixReuse(_ByPlace):
+class PrefixReuse(_Exact):
     """An image is found where everything in front of it is the same. Exact."""
 
     name = "prefix"
-    exact = True
     finds = True
-    copies = False
-    context_tokens = 0
-    provenance = ""
-
-    def head(self, tokens: int, page_tokens: int) -> int:
-        return tokens
 
 
 @dataclass(frozen=True)
-class EncoderOnlyReuse(_ByPlace):
+class EncoderOnlyReuse(_Exact):
     """KV of images, and of what is behind them, is computed by every request: the bar for the others. Exact."""
 
     name = "encoder_only"
-    exact = True
     finds = False
-    copies = False
-    context_tokens = 0
-    provenance = ""
-
-    def head(self, tokens: int, page_tokens: int) -> int:
-        return tokens
 
 
 @dataclass(frozen=True)
