@@ -480,9 +480,9 @@ class Engine:
         if full == done:
             return
         keys = sequence.keys(full)
-        for number in range(done, full):
+        for number, content in enumerate(sequence.contents(done, full), done):
             parent = sequence.nodes[-1] if sequence.nodes else request.root
-            node = index.enter(keys[number], parent, *sequence.contents(number), lent=sequence.layout.lent(number))
+            node = index.enter(keys[number], parent, *content, lent=sequence.layout.lent(number))
             for group, table in enumerate(sequence.tables):
                 (page,) = table.pages(number, number + 1).tolist()
                 if page not in index:

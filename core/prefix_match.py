@@ -42,14 +42,15 @@ class PrefixMatch(NamedTuple):
         return np.concatenate([self.hit_pages, *(loan.pages for loan in self.loans)])
 
 
-def match_prefix(sequence: Sequence, index: PrefixCache, plan: LayerPlan) -> PrefixMatch:
-    """Look a sequence up in the index. Changes nothing; the pages are not held.
+def match_prefix(sequence: Sequence, index: PrefixCache, plan: LayerPlan, publishes: bool) -> PrefixMatch:
+    """Look a sequence up in the index, if the engine ``publishes`` pages at all. Changes nothing; the pages are not
+    held.
 
     A prefix is found as far as its nodes are known and every group of layers has the pages that the next query will
     see: all of them, or those that its window touches. Reused images behind it are looked up by their sources.
     """
     layout = sequence.layout
-    wanted = layout.full_pages(max(0, sequence.findable_tokens()))
+    wanted = layout.full_pages(max(0, sequence.findable_tokens())) if publishes else 0
     keys = sequence.keys(wanted)
     nodes = find_nodes(sequence, wanted, index)
     lent = {} if layout.uniform else lent_nodes(sequence, len(nodes), index)

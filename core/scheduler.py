@@ -192,7 +192,7 @@ class Scheduler:
             barred = any(_worth(other) < _worth(sequence) for other in plan.preempted)
             if (barred or left <= 0 or not admitting) and not self._items.wants(sequence):
                 continue
-            match = match_prefix(sequence, self._pool.index, self._plan)
+            match = match_prefix(sequence, self._pool.index, self._plan, self._config.prefix_cache)
             owner = self._computing.get(match.missing) if match.missing else None
             if owner is not None and owner.request.priority >= sequence.request.priority:
                 continue

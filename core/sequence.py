@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
@@ -469,23 +469,29 @@ class Sequence:
         spans = [(max(a, start) - start, min(b, stop) - start, *how) for a, b, *how in before if start < b]
         return f"{shaped_by} {spans}"
 
-    def page_tokens(self, page: int) -> NDArray[np.int32]:
-        """Token ids of a full page, one a slot; -1 in those that are empty because the page was sealed."""
-        tokens = self.tokens[self.layout.first_token(page) : self.layout.end_token(page)]
-        slots = np.full(self.layout.page_slots(page), -1, np.int32)
-        slots[: len(tokens)] = tokens
-        return slots
-
-    def contents(self, page: int) -> tuple[NDArray[np.int32], str, Tags]:
-        """What tells a full page from others behind the same prefix: its tokens, its provenance, and its tags."""
-        return self.page_tokens(page), self.provenance(page), self.layout.tags(page)
+    def contents(self, first: int, stop: int) -> Iterator[tuple[NDArray[np.int32], str, Tags]]:
+        """What tells each of the full pages ``first`` to ``stop`` (exclusive) from others behind the same prefix: its
+        token ids, one a slot (-1 in those that are empty because the page was sealed), its provenance, and its tags."""
+        if first >= stop:
+            return
+        layout, begin, end = self.layout, self.layout.first_token(first), self.layout.end_token(stop - 1)
+        before, past = (layout.first_entry(page) * layout.unit_tokens for page in (first, stop))
+        slots = np.full(past - before, -1, np.int32)
+        slots[layout.slots(begin, end) - before] = self.tokens[begin:end]
+        plain = layout.uniform and (self.request.method is None or end <= self.sparse_spans[0].start)
+        at = 0
+        for page in range(first, stop):
+            tokens = slots[at : at + layout.page_slots(page)]
+            at += len(tokens)
+            yield (tokens, "", ()) if plain else (tokens, self.provenance(page), layout.tags(page))
 
     def keys(self, pages: int) -> list[PageKey]:
         """Keys of the first ``pages`` pages; a page's key never changes once it is full."""
-        while len(self._keys) < pages:
-            page = len(self._keys)
-            parent = self._keys[-1] if self._keys else self.request.root
-            self._keys.append(page_key(parent, *self.contents(page)))
+        known = len(self._keys)
+        parent = self._keys[-1] if known else self.request.root
+        for content in self.contents(known, pages):
+            parent = page_key(parent, *content)
+            self._keys.append(parent)
         return self._keys[:pages]
 
     def adopt_prefix(self, parent: Sequence) -> None:

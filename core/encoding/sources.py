@@ -72,8 +72,8 @@ def find_nodes(sequence: Sequence, pages: int, index: PrefixCache) -> list[Node]
     """The nodes of the first ``pages`` pages, as far as they are known."""
     nodes: list[Node] = []
     parent: Parent = sequence.request.root
-    for number, key in enumerate(sequence.keys(pages)):
-        node = index.find(key, parent, *sequence.contents(number))
+    for key, content in zip(sequence.keys(pages), sequence.contents(0, pages), strict=True):
+        node = index.find(key, parent, *content)
         if node is None:
             break
         nodes.append(node)

@@ -54,6 +54,13 @@ class TestPagesOfOneRequest:
         assert pages(engine) == {"free": 100 - (length + new - 1) // 4, "cached": (length + new - 1) // 4, "held": 0}
         assert_idle(engine)
 
+    def test_without_a_prefix_cache_no_page_is_hashed(self, t_model, engine_for):
+        engine = engine_for(t_model, prefix_cache=False)
+        engine.submit(tokens(9), SamplingParams(max_tokens=3, **GREEDY))
+        engine.step()
+        (sequence,) = engine._scheduler.running
+        assert len(sequence._keys) == 0
+
     def test_exact_page_ids(self, t_model, engine_for, drain):
         engine = engine_for(t_model, prefix_cache=False)
         engine.submit(tokens(9), SamplingParams(max_tokens=3, **GREEDY), request_id="a")

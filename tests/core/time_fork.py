@@ -29,8 +29,9 @@ def long_sequence() -> tuple[PagePool, Sequence]:
     sequence = Sequence(request, 0, SharedList(prompt), pool, LayerPlan.of((0,)))
     sequence.table.append(pool.allocate(TOKENS // PAGE))
     parent = request.root
-    for page, key in enumerate(sequence.keys(TOKENS // PAGE)):
-        parent = pool.index.enter(key, parent, sequence.page_tokens(page), "")
+    contents = sequence.contents(0, TOKENS // PAGE)
+    for page, (key, content) in enumerate(zip(sequence.keys(TOKENS // PAGE), contents, strict=True)):
+        parent = pool.index.enter(key, parent, *content)
         pool.publish(int(sequence.table.pages(page, page + 1)[0]), parent)
         sequence.nodes.append(parent)
     sequence.computed = TOKENS
