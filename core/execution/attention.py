@@ -170,6 +170,10 @@ class PagedStep:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, traits: LayerTraits) -> Tensor:
         place = self.plan.places[layer]
         ops.append(k, v, self.kv, place.unit_layer, self.slots[place.slice], self.backend)
+        return self.read(layer, q, traits)
+
+    def read(self, layer: int, q: Tensor, traits: LayerTraits) -> Tensor:
+        """What ``attend`` gives, once K and V of the step's tokens are stored."""
         if self.decodes and self.decodes[0].members is not None:
             return self._decode_listed(layer, q, traits)
         outputs = [self._decode(group, layer, q[group.start : group.stop], traits) for group in self.decodes]

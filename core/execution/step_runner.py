@@ -28,6 +28,7 @@ from octavo.core.execution.flight import Flight, Row
 from octavo.core.execution.lent_rows import lent_rows
 from octavo.core.execution.page_copies import PageCopies
 from octavo.core.execution.page_view import StepPages
+from octavo.core.execution.pieces import PiecewisePass
 from octavo.core.execution.query_blocks import BlockGroup, BlockWatch, StepBlocks
 from octavo.core.execution.rotary import Rotary, find_rotary
 from octavo.core.execution.shared_runs import RunFinder
@@ -100,6 +101,9 @@ class StepRunner:
         self._program: DecodeProgram | None = None
         if execution != "eager":
             self._program = DecodeProgram(model, kv, plan, backend, self._tables, config.max_seqs, self._page_tokens)
+        self._pieces: PiecewisePass | None = None
+        if self._program is not None and kv.device.type == "cuda":
+            self._pieces = PiecewisePass(model, kv, plan, backend, config.max_seqs)
         self.probe: AttentionProbe | None = None
         self.rotary: Rotary | None = None  # known once images are reused
         self.block_watch: BlockWatch | None = None
@@ -133,9 +137,12 @@ class StepRunner:
         positions = np.concatenate([np.arange(c.start, c.end) for c in chunks])
         first = dict(zip(map(id, chunks), np.cumsum([0, *(c.count for c in chunks)]).tolist(), strict=False))
         wanted = np.array([first[id(r.chunk)] + r.position - r.chunk.start for r in rows], np.int64)
-        logits = self._model.forward(
-            self._to_device(ids), self._to_device(positions), self._to_device(wanted), step, self._items.placed(chunks)
-        )
+        inputs = self._to_device(ids), self._to_device(positions), self._to_device(wanted), step
+        embedded = self._items.placed(chunks)
+        if self._pieces is not None and embedded is None and self._pieces.serves(len(ids), len(rows)):
+            logits = self._pieces.forward(*inputs)
+        else:
+            logits = self._model.forward(*inputs, embedded)
         self._account(step, chunks)
         return logits.float(), rows
 
