@@ -160,12 +160,14 @@ class Method:
             pages.budget = budget
             scores = self.scorer.score(q, pages)
             keep = pages.once("keep", lambda: self.keep.mask(pages))
-            n_pages = pages.n_pages[:, None]
-            longer = pages.once(("longer than", budget), lambda: n_pages > budget)
-            granted = self.budget.allocate(scores, keep, pages).where(longer, n_pages)
+            most = self.budget.most(chooser, pages.layers, pages.page_tokens, scores.shape[1])
+            granted = self.budget.allocate(scores, keep, pages)
+            if self.budget.adaptive or most > budget:  # else all heads get as much as makes a sequence fit
+                n_pages = pages.n_pages[:, None]
+                longer = pages.once(("longer than", budget), lambda: n_pages > budget)
+                granted = granted.where(longer, n_pages)
             if self.prior is not None:
                 scores = self.prior.favour(scores, granted, keep, pages)
-            most = self.budget.most(chooser, pages.layers, pages.page_tokens, scores.shape[1])
             pages.reusable = self.selector.select(scores, granted, keep, pages, most)
         return None if is_dense else pages.reusable
 

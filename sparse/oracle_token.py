@@ -44,4 +44,4 @@ class TopTokens:
         ranked = scores.masked_fill(kept, torch.inf).masked_fill(slot >= lengths[..., None], -torch.inf)
         tokens = ranked.argsort(dim=2, descending=True, stable=True)[:, :, : most * pages.page_tokens]
         unfilled = pages.n_pages.long()[:, None] * pages.page_tokens - lengths
-        return TokenSelection(tokens, budget * pages.page_tokens - unfilled)
+        return TokenSelection(tokens, (budget * pages.page_tokens - unfilled).minimum(lengths))
