@@ -16,7 +16,7 @@ from octavo.multimodal.demo_tokenizer import BOS, EOS, IGNORED, IMAGE, PAD, VOCA
 from octavo.multimodal.scenes import HELD_OUT, TRAINED, Pair, Scene
 from octavo.multimodal.scenes_follow_ups import Exchange, follow_ups
 from octavo.multimodal.scenes_prompts import Parts, prompt_parts, question_part, varied_parts
-from octavo.multimodal.scenes_questions import INDEXED_TASKS, SEARCH_TASKS, TASKS, Question, ask, images_of
+from octavo.multimodal.scenes_questions import INDEXED_TASKS, PRACTICE, SEARCH_TASKS, Question, ask, images_of
 from octavo.multimodal.scenes_render import scene_arrays
 from octavo.multimodal.scenes_tasks import SCENE_TASKS
 
@@ -53,6 +53,9 @@ class Exam(NamedTuple):
     images: int
     pairs: Sequence[Pair] = TRAINED
 
+
+INDEXED = 4.0
+"""Weight of all tasks about image k of several together, beside those of ``PRACTICE``."""
 
 _INDEXED = tuple(task for task in INDEXED_TASKS if task not in DESCRIPTIONS)
 
@@ -134,11 +137,13 @@ def exam_batches(questions: Sequence[Question], image_tokens: int, most_images: 
 
 
 def _mixture(images: int) -> tuple[list[str], list[float]]:
-    """Tasks with so many images and their weights. Tasks in which several images have to be looked at count more."""
-    weight = {**dict.fromkeys(_INDEXED, 3 / len(_INDEXED)), **dict.fromkeys(SEARCH_TASKS, 2.0)}
-    low_high = {task: images_of(task) for task in TASKS if task not in DESCRIPTIONS}
+    """Tasks with so many images and their weights, of ``PRACTICE``. Tasks of one scene, when they are asked about image
+    k of several, count together as much as ``INDEXED``."""
+    scale = INDEXED / sum(PRACTICE[task.removeprefix("indexed_")] for task in _INDEXED)
+    weight = {**PRACTICE, **{task: scale * PRACTICE[task.removeprefix("indexed_")] for task in _INDEXED}}
+    low_high = {task: images_of(task) for task in weight}
     tasks = [task for task, (low, high) in low_high.items() if low <= images <= high]
-    return tasks, [weight.get(task, 1.0) for task in tasks]
+    return tasks, [weight[task] for task in tasks]
 
 
 def _row(

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from random import Random
 from typing import NamedTuple
 
 from octavo.multimodal.scenes import COLOURS, DIGITS, SHAPES, Pair, Scene, Thing
-from octavo.multimodal.scenes_questions import compare_answer, compare_question, multihop_question, needle_question
+from octavo.multimodal.scenes_questions import (
+    PRACTICE,
+    compare_answer,
+    compare_question,
+    multihop_answer,
+    multihop_question,
+    needle_digit_answer,
+    needle_question,
+)
 from octavo.multimodal.scenes_tasks import ABSENT, RELATIONS, SCENE_TASKS, with_article
 
 ATTEMPTS = 4
@@ -20,8 +29,9 @@ class Exchange(NamedTuple):
 
 
 def follow_ups(rng: Random, scenes: Sequence[Scene], pairs: Sequence[Pair], number: int) -> list[Exchange]:
-    """Up to ``number`` different questions that have one right answer, about one of the images or several. Yes and no
-    are equally likely where the scenes allow both; a thing that is asked about is there, but for a share ``ABSENT``."""
+    """Up to ``number`` different questions that have one right answer, about one of the images or several, as often as
+    ``PRACTICE`` says. Yes and no are equally likely where the scenes allow both; a thing that is asked about is there,
+    but for a share ``ABSENT``."""
     found: dict[str, str] = {}
     for _ in range(ATTEMPTS * number):
         if len(found) == number:
@@ -36,7 +46,7 @@ def follow_ups(rng: Random, scenes: Sequence[Scene], pairs: Sequence[Pair], numb
 def _within(rng: Random, scenes: Sequence[Scene], pairs: Sequence[Pair]) -> Exchange | None:
     """About one image; None if the question that was drawn makes no sense of it."""
     asked = rng.randrange(len(scenes))
-    name = rng.choice(tuple(_SUBJECTS))
+    [name] = rng.choices(_NAMES, cum_weights=_NAME_WEIGHTS)
     subject = _SUBJECTS[name](rng, scenes[asked], pairs)
     if subject is None:
         return None
@@ -49,7 +59,8 @@ def _within(rng: Random, scenes: Sequence[Scene], pairs: Sequence[Pair]) -> Exch
 
 def _across(rng: Random, scenes: Sequence[Scene]) -> Exchange | None:
     """About several images."""
-    return rng.choice((_compared, _found, _hopped))(rng, scenes)
+    [ask] = rng.choices((_compared, _found, _hopped), cum_weights=_ACROSS_WEIGHTS)
+    return ask(rng, scenes)
 
 
 def _compared(rng: Random, scenes: Sequence[Scene]) -> Exchange | None:
@@ -61,12 +72,15 @@ def _found(rng: Random, scenes: Sequence[Scene]) -> Exchange | None:
     asked = rng.randrange(len(scenes))
     if not scenes[asked].things:
         return None
-    thing = rng.choice(scenes[asked].things)
+    digits = [thing for thing in scenes[asked].things if thing.kind in DIGITS]
+    thing = rng.choice(digits if digits and rng.random() < 0.5 else scenes[asked].things)
     digit = thing.kind in DIGITS
     alike = [scene.of(kind=thing.kind, colour=None if digit else thing.colour) for scene in scenes]
     if sum(map(bool, alike)) > 1:
         return None
-    return Exchange(needle_question(f"the digit {thing.kind}" if digit else with_article(thing.pair)), str(asked + 1))
+    if digit:
+        return Exchange(needle_question(f"the digit {thing.kind}"), needle_digit_answer(scenes, thing.kind))
+    return Exchange(needle_question(with_article(thing.pair)), str(asked + 1))
 
 
 def _hopped(rng: Random, scenes: Sequence[Scene]) -> Exchange | None:
@@ -78,7 +92,8 @@ def _hopped(rng: Random, scenes: Sequence[Scene]) -> Exchange | None:
     there = scenes[first].of(colour=from_thing.colour)
     if len(there) != 1 or there[0].kind not in SHAPES:
         return None
-    return Exchange(multihop_question(first, from_thing.kind, second), there[0].kind)
+    shape = from_thing.kind
+    return Exchange(multihop_question(first, shape, second), multihop_answer(scenes, first, shape, second))
 
 
 def _only(rng: Random, scene: Scene) -> Thing | None:
@@ -139,7 +154,7 @@ def _relation(rng: Random, scene: Scene, pairs: Sequence[Pair]) -> tuple[str, st
     if first is None or second is None or first == second:
         return None
     wanted = rng.random() < 0.5
-    name = rng.choice([name for name, holds in RELATIONS.items() if holds(first, second) == wanted])
+    name = rng.choice([name for name, relation in RELATIONS.items() if relation.holds(first, second) == wanted])
     return first.kind, name, second.kind
 
 
@@ -154,3 +169,7 @@ _SUBJECTS: dict[str, Callable[[Random, Scene, Sequence[Pair]], object | None]] =
     "relation": _relation,
 }
 """Task of one scene -> what it may ask of a scene that is there already; None if nothing."""
+
+_NAMES = tuple(_SUBJECTS)
+_NAME_WEIGHTS = [*accumulate(PRACTICE[name] for name in _NAMES)]
+_ACROSS_WEIGHTS = [*accumulate((PRACTICE["compare"], PRACTICE["needle_digit"], PRACTICE["multihop"]))]

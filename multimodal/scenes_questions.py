@@ -8,7 +8,7 @@ from random import Random
 from typing import NamedTuple
 
 from octavo.multimodal.scenes import COLOURS, DIGITS, SHAPES, TRAINED, Pair, Scene, place, some
-from octavo.multimodal.scenes_tasks import SCENE_TASKS, with_article
+from octavo.multimodal.scenes_tasks import NONE, SCENE_TASKS, reasoned, with_article
 
 MAX_IMAGES = 8
 
@@ -57,14 +57,26 @@ def compare_answer(scenes: Sequence[Scene]) -> str:
 
 
 def same(rng: Random, pairs: Sequence[Pair], images: int) -> Question:
-    """Whether two images show the same things, wherever they are. Where not, one thing has another look."""
-    looks = some(rng, pairs, rng.randint(1, 4))
+    """Whether two images show the same things, wherever they are. No look is there twice; where the images differ, one
+    thing has another look."""
+    looks = rng.sample(pairs, rng.randint(1, 4))
     others = list(looks)
-    answer = rng.choice(("yes", "no"))
-    if answer == "no":
-        changed = rng.randrange(len(looks))
-        others[changed] = rng.choice([pair for pair in pairs if pair != looks[changed]])
-    return Question("same", (place(rng, looks), place(rng, others)), "do the images show the same objects ?", answer)
+    if rng.random() < 0.5:
+        others[rng.randrange(len(looks))] = rng.choice([pair for pair in pairs if pair not in looks])
+    scenes = place(rng, looks), place(rng, others)
+    return Question("same", scenes, "do the images show the same objects ?", same_answer(scenes))
+
+
+def same_answer(scenes: Sequence[Scene]) -> str:
+    """What is in the first image, where it is, and where in the second, until something is missing there. Both have
+    equally many things, and no look twice."""
+    seen = []
+    for thing in scenes[0].things:
+        there = scenes[1].of(kind=thing.kind, colour=thing.colour)
+        seen.append(f"{thing.colour} {thing.kind} {thing.place} : {there[0].place if there else NONE}")
+        if not there:
+            return reasoned(seen, "no")
+    return reasoned(seen, "yes")
 
 
 def multihop(rng: Random, pairs: Sequence[Pair], images: int) -> Question:
@@ -90,13 +102,20 @@ def multihop(rng: Random, pairs: Sequence[Pair], images: int) -> Question:
     scenes = [place(rng, in_order()) for _ in range(images)]
     scenes[first] = place(rng, [pick(colour) for colour in colours])
     scenes[second] = place(rng, asked)
-    colour, shape = rng.choice(asked)
+    _, shape = rng.choice(asked)
     question = multihop_question(first, shape, second)
-    return Question("multihop", tuple(scenes), question, scenes[first].of(colour=colour)[0].kind)
+    return Question("multihop", tuple(scenes), question, multihop_answer(scenes, first, shape, second))
 
 
 def multihop_question(first: int, shape: str, second: int) -> str:
     return f"what shape in image {first + 1} has the colour of the {shape} in image {second + 1} ?"
+
+
+def multihop_answer(scenes: Sequence[Scene], first: int, shape: str, second: int) -> str:
+    """The colour in the one image, and what has it in the other."""
+    colour = scenes[second].of(kind=shape)[0].colour
+    [found] = scenes[first].of(colour=colour)
+    return reasoned([f"image {second + 1} : {shape} {colour}", f"image {first + 1} : {colour}"], found.kind)
 
 
 def needle_digit(rng: Random, pairs: Sequence[Pair], images: int) -> Question:
@@ -106,7 +125,19 @@ def needle_digit(rng: Random, pairs: Sequence[Pair], images: int) -> Question:
         place(rng, [(rng.choice(tuple(COLOURS)), digit), *some(rng, pairs, rng.randint(0, 4))]) for digit in digits
     )
     asked = rng.randrange(images)
-    return Question("needle_digit", scenes, needle_question(f"the digit {digits[asked]}"), str(asked + 1))
+    question = needle_question(f"the digit {digits[asked]}")
+    return Question("needle_digit", scenes, question, needle_digit_answer(scenes, digits[asked]))
+
+
+def needle_digit_answer(scenes: Sequence[Scene], digit: str) -> str:
+    """The digits of one image after the other, until it is there; one of them has it."""
+    seen = []
+    for number, scene in enumerate(scenes, 1):
+        shown = [thing.kind for thing in scene.things if thing.kind in DIGITS]
+        seen.append(f"image {number} : {' '.join(shown) or NONE}")
+        if digit in shown:
+            break
+    return reasoned(seen, str(number))
 
 
 def needle_question(thing: str) -> str:
@@ -137,6 +168,14 @@ INDEXED_TASKS = {f"indexed_{name}": indexed(name) for name in SCENE_TASKS}
 
 SEARCH_TASKS = {"multihop": multihop, "needle_digit": needle_digit, "needle_object": needle_object}
 """Tasks of two to ``MAX_IMAGES`` images, several of which have to be looked at."""
+
+PRACTICE: dict[str, float] = {
+    **dict.fromkeys(("colour", "shape", "size", "place", "digit", "compare"), 0.5),
+    **dict.fromkeys(("count", "exists", "needle_object"), 2.0),
+    **dict.fromkeys(("relation", "same", "multihop", "needle_digit"), 3.0),
+}
+"""How often training asks, against each other: what one look answers is soon learnt, what takes several is not.
+Descriptions have a share of their own."""
 
 TASKS = (*SCENE_TASKS, *PAIR_TASKS, *INDEXED_TASKS, *SEARCH_TASKS)
 

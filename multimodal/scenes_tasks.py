@@ -1,5 +1,9 @@
 """Questions about one scene. Each is asked about a subject; its answer follows from the scene and the subject alone.
 
+An answer that takes more than one look says what was seen before what follows from it: ``circle left , ring right .
+yes``. A small model learns to look for one thing a word, and to compare words; to compare what it has not said, it does
+not learn in time.
+
 ``pairs`` are the combinations of colour and shape that may be drawn.
 """
 
@@ -8,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
-from octavo.multimodal.scenes import CELLS, COLOURS, DIGITS, SHAPES, Pair, Scene, Thing, place, some
+from octavo.multimodal.scenes import CELLS, COLOURS, COLUMNS, DIGITS, ROWS, SHAPES, Pair, Scene, Thing, place, some
 
 NONE = "none"
 """The answer to a question about what is not there."""
@@ -20,11 +24,30 @@ ABSENT = 0.08
 
 PLURALS = {shape: f"{shape}es" if shape == "cross" else f"{shape}s" for shape in SHAPES}
 
-RELATIONS: dict[str, Callable[[Thing, Thing], bool]] = {
-    "left of": lambda a, b: a.column < b.column,
-    "right of": lambda a, b: a.column > b.column,
-    "above": lambda a, b: a.row < b.row,
-    "below": lambda a, b: a.row > b.row,
+THEREFORE = "."
+"""Between what was seen and what follows from it; no other answer holds it."""
+
+
+class Relation(NamedTuple):
+    """Whether one thing comes ``before`` another, or else behind it, by its ``row`` or its ``column``."""
+
+    by: str
+    before: bool
+
+    def holds(self, first: Thing, second: Thing) -> bool:
+        one, other = getattr(first, self.by), getattr(second, self.by)
+        return bool(one < other if self.before else one > other)
+
+    def where(self, thing: Thing) -> str:
+        """As much of its place as matters, in words."""
+        return ROWS[thing.row] if self.by == "row" else COLUMNS[thing.column]
+
+
+RELATIONS = {
+    "left of": Relation("column", True),
+    "right of": Relation("column", False),
+    "above": Relation("row", True),
+    "below": Relation("row", False),
 }
 
 
@@ -94,6 +117,16 @@ def with_article(look: Pair) -> str:
     return f"{'an' if colour[0] in 'aeiou' else 'a'} {colour} {shape}"
 
 
+def reasoned(seen: Sequence[str], verdict: str) -> str:
+    """An answer of what was seen, one thing after the other, and what follows from it."""
+    return f"{' , '.join(seen)} {THEREFORE} {verdict}"
+
+
+def verdict(answer: str) -> str:
+    """What follows from what an answer says was seen; all of an answer that says no such thing."""
+    return answer.rpartition(f" {THEREFORE} ")[2]
+
+
 def _yes(truth: bool) -> str:
     return "yes" if truth else "no"
 
@@ -117,7 +150,9 @@ def _count_question(subject: str) -> str:
 
 
 def _count(scene: Scene, subject: str) -> str:
-    return str(sum(subject in ("objects", *thing.pair) for thing in scene.things))
+    """Row by row, and their sum."""
+    rows = [thing.row for thing in scene.things if subject in ("objects", *thing.pair)]
+    return reasoned([f"{name} {rows.count(row)}" for row, name in enumerate(ROWS)], str(len(rows)))
 
 
 def _digit_scene(rng: Random, pairs: Sequence[Pair], subject: None) -> Scene:
@@ -138,6 +173,17 @@ def _exists_scene(rng: Random, pairs: Sequence[Pair], look: Pair) -> Scene:
     return place(rng, looks + some(rng, [p for p in pairs if p != look], rng.randint(0, 3)))
 
 
+def _exists(scene: Scene, look: Pair) -> str:
+    """What has the colour, and where, in reading order, until one has the shape, too."""
+    colour, shape = look
+    seen = []
+    for thing in scene.of(colour=colour):
+        seen.append(f"{thing.kind} {thing.place}")
+        if thing.kind == shape:
+            return reasoned(seen, "yes")
+    return reasoned(seen or [NONE], "no")
+
+
 def _related(rng: Random, pairs: Sequence[Pair]) -> tuple[str, str, str]:
     """Two shapes and a relation."""
     first, second = rng.sample(sorted({shape for _, shape in pairs}), 2)
@@ -152,8 +198,15 @@ def _related_scene(rng: Random, pairs: Sequence[Pair], subject: tuple[str, str, 
     wanted = rng.random() < 0.5
     while True:
         scene = place(rng, looks, rng.sample(CELLS, len(looks)))
-        if RELATIONS[relation](scene.of(kind=first)[0], scene.of(kind=second)[0]) == wanted:
+        if RELATIONS[relation].holds(scene.of(kind=first)[0], scene.of(kind=second)[0]) == wanted:
             return scene
+
+
+def _relation(scene: Scene, subject: tuple[str, str, str]) -> str:
+    """Where both are, as far as it matters, and whether the relation holds."""
+    first, second = (scene.of(kind=shape)[0] for shape in (subject[0], subject[2]))
+    relation = RELATIONS[subject[1]]
+    return reasoned([f"{t.kind} {relation.where(t)}" for t in (first, second)], _yes(relation.holds(first, second)))
 
 
 SCENE_TASKS: dict[str, SceneTask] = {
@@ -184,13 +237,11 @@ SCENE_TASKS: dict[str, SceneTask] = {
         SceneTask("digit", _nothing, _digit_scene, lambda s: "which digit is there ?", _digit),
         SceneTask(
             "exists", _look, _exists_scene,
-            lambda look: f"is there {with_article(look)} ?",
-            lambda scene, look: _yes(bool(scene.of(kind=look[1], colour=look[0]))),
+            lambda look: f"is there {with_article(look)} ?", _exists,
         ),
         SceneTask(
             "relation", _related, _related_scene,
-            lambda s: f"is the {s[0]} {s[1]} the {s[2]} ?",
-            lambda scene, s: _yes(RELATIONS[s[1]](scene.of(kind=s[0])[0], scene.of(kind=s[2])[0])),
+            lambda s: f"is the {s[0]} {s[1]} the {s[2]} ?", _relation,
         ),
     )
 }  # fmt: skip

@@ -76,6 +76,8 @@ def run(config: ImageBenchmarks, run: Run) -> None:
 
 def ask(item: ImageItem, engines: Mapping[str, Engine], vision: VisionModel, config: ImageBenchmarks) -> list[Sample]:
     """An item under every method; the uncached engine comes first, and the others are compared with it."""
+    from octavo.multimodal.scenes_tasks import verdict
+
     prompts = [prompt_of(item, question, vision) for question in item.questions]
     samples: list[Sample] = []
     base: list[Completion] = []
@@ -96,7 +98,7 @@ def ask(item: ImageItem, engines: Mapping[str, Engine], vision: VisionModel, con
             "images": len(item.images),
             "output": outputs,
             "gold": item.gold,
-            **item.score(outputs),
+            **item.score([verdict(output) for output in outputs] if vision.demo else outputs),
             "prompt_tokens": sum(len(answer.prompt_token_ids) for answer in answers),
             "hit_tokens": after.hit_tokens - before.hit_tokens,
             "query_tokens": max(1, after.query_tokens - before.query_tokens),

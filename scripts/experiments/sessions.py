@@ -189,7 +189,7 @@ def _asked(config: Sessions, item: str) -> list[Asked]:
     rng = Random(f"{config.seed} {item}")
     asked = []
     for number in range(config.turns + config.forks + 1):
-        question = ask(rng, ("colour", "shape", "count", "place")[number % 4], 1)
+        question = ask(rng, ("colour", "shape", "size", "place")[number % 4], 1)
         asked.append(Asked(draw(question.scenes)[0], question.question, question.answer))
     return asked
 

@@ -9,7 +9,8 @@
 | `captions`     | `coco`      | everything in an image                                                            |
 
 Sentences and questions are in the words of the demo model, and so are right answers: yes and no for true and false,
-``none`` for the option that says so. ``write`` makes files of them that any reader of the schema takes.
+``none`` for the option that says so. Where the demo model says what it saw before it says what follows, what follows is
+the answer. ``write`` makes files of them that any reader of the schema takes.
 """
 
 from __future__ import annotations
@@ -87,13 +88,15 @@ def write(benchmark: Benchmark, folder: Path) -> Path:
 def _needle(rng: Random, first: int, scenes: dict[str, Scene]) -> list[dict[str, Any]]:
     from octavo.multimodal.scenes import COLOURS
     from octavo.multimodal.scenes_questions import ask
+    from octavo.multimodal.scenes_tasks import verdict
 
     images = COUNTS[first // 3 % len(COUNTS)]
     task = ("needle_digit", "needle_object", "counting")[first % 3]
     if task != "counting":
         asked = ask(rng, task, images)
-        depth = (int(asked.answer) - 1) / (images - 1)
-        return [_haystack(first, scenes, asked.scenes, asked.question, asked.answer, f"{task} of {images}", depth)]
+        answer = verdict(asked.answer)
+        depth = (int(answer) - 1) / (images - 1)
+        return [_haystack(first, scenes, asked.scenes, asked.question, answer, f"{task} of {images}", depth)]
     asked = ask(rng, "indexed_count", images)
     colour = rng.choice(tuple(COLOURS))
     counts = [len(scene.of(colour=colour)) for scene in asked.scenes]
@@ -104,10 +107,12 @@ def _needle(rng: Random, first: int, scenes: dict[str, Scene]) -> list[dict[str,
 
 def _multihop(rng: Random, first: int, scenes: dict[str, Scene]) -> list[dict[str, Any]]:
     from octavo.multimodal.scenes_questions import ask
+    from octavo.multimodal.scenes_tasks import verdict
 
     images = COUNTS[first % len(COUNTS)]
     asked = ask(rng, "multihop", images)
-    return [_haystack(first, scenes, asked.scenes, asked.question, asked.answer, f"multihop of {images}", None)]
+    answer = verdict(asked.answer)
+    return [_haystack(first, scenes, asked.scenes, asked.question, answer, f"multihop of {images}", None)]
 
 
 def _haystack(
@@ -146,7 +151,7 @@ def _pairs(rng: Random, first: int, scenes: dict[str, Scene]) -> list[dict[str, 
     """One sentence and four pairs, drawn until two are true and two false."""
     from octavo.multimodal.scenes import TRAINED
     from octavo.multimodal.scenes_questions import ask
-    from octavo.multimodal.scenes_tasks import SCENE_TASKS
+    from octavo.multimodal.scenes_tasks import SCENE_TASKS, verdict
 
     number = first // PAIRS_A_SENTENCE
     exists = SCENE_TASKS["exists"]
@@ -157,10 +162,11 @@ def _pairs(rng: Random, first: int, scenes: dict[str, Scene]) -> list[dict[str, 
     found: list[dict[str, Any]] = []
     while len(found) < PAIRS_A_SENTENCE:
         if alike:
-            _, pair, _, answer = ask(rng, "same", 2)
+            _, pair, _, said = ask(rng, "same", 2)
         else:
             pair = tuple(exists.scene(rng, TRAINED, look) for _ in range(2))
-            answer = exists.answer(pair[side], look)
+            said = exists.answer(pair[side], look)
+        answer = verdict(said)
         if not left[answer]:
             continue
         left[answer] -= 1

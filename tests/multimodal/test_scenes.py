@@ -33,7 +33,7 @@ from octavo.multimodal.scenes_follow_ups import follow_ups
 from octavo.multimodal.scenes_prompts import prompt_parts, varied_parts, words
 from octavo.multimodal.scenes_questions import MAX_IMAGES, TASKS, ask, images_of
 from octavo.multimodal.scenes_render import draw, render, scene_arrays, waves
-from octavo.multimodal.scenes_tasks import SCENE_TASKS
+from octavo.multimodal.scenes_tasks import SCENE_TASKS, verdict
 
 BLACK = Background(0, 0, 0, 0, 0, 0)
 
@@ -146,6 +146,20 @@ def seen(scene_):
     return [dict(zip(names, part.split(), strict=True)) for part in text.split(" , ")]
 
 
+def tally(notes):
+    """Things of each row, and of all."""
+    rows = Counter(note["row"] for note in notes)
+    return f"top {rows['top']} , middle {rows['middle']} , bottom {rows['bottom']} . {len(notes)}"
+
+
+def up_to(steps, last):
+    """Steps of an answer up to the first of which ``last`` is true; and whether there is one."""
+    for number, step in enumerate(steps, 1):
+        if last(step):
+            return steps[:number], True
+    return steps, False
+
+
 def examiner(question, scenes):
     """The answer, from the words of the question and the descriptions of the scenes."""
     notes = [seen(scene_) for scene_ in scenes]
@@ -160,31 +174,39 @@ def examiner(question, scenes):
     if found := re.fullmatch(r"where is the (\w+) \?", question):
         return next((f"{note['row']} {note['column']}" for note in notes[0] if note["kind"] == found[1]), "none")
     if found := re.fullmatch(r"how many (\w+) objects \?", question):
-        return str(Counter(note["colour"] for note in notes[0])[found[1]])
+        return tally([note for note in notes[0] if note["colour"] == found[1]])
     if question == "how many objects ?":
-        return str(len(notes[0]))
+        return tally(notes[0])
     if found := re.fullmatch(r"how many (\w+?)(es|s) \?", question):
         singular = {**{f"{shape}s": shape for shape in SHAPES}, "crosses": "cross"}[found[1] + found[2]]
-        return str(Counter(note["kind"] for note in notes[0])[singular])
+        return tally([note for note in notes[0] if note["kind"] == singular])
     if question == "which digit is there ?":
         [digit] = [note["kind"] for note in notes[0] if note["kind"].isdigit()]
         return digit
     if found := re.fullmatch(r"is there an? (\w+) (\w+) \?", question):
-        return "yes" if any((n["colour"], n["kind"]) == found.groups() for n in notes[0]) else "no"
+        alike = [f"{n['kind']} {n['row']} {n['column']}" for n in notes[0] if n["colour"] == found[1]]
+        told, there = up_to(alike, lambda step: step.split()[0] == found[2])
+        return f"{' , '.join(told) or 'none'} . {'yes' if there else 'no'}"
     if found := re.fullmatch(r"is the (\w+) (left of|right of|above|below) the (\w+) \?", question):
         [first], [second] = ([n for n in notes[0] if n["kind"] == kind] for kind in (found[1], found[3]))
         key, order = ("column", COLUMNS) if "of" in found[2] else ("row", ROWS)
         difference = order.index(first[key]) - order.index(second[key])
-        return "yes" if (difference < 0 if found[2] in ("left of", "above") else difference > 0) else "no"
+        holds = difference < 0 if found[2] in ("left of", "above") else difference > 0
+        return f"{found[1]} {first[key]} , {found[3]} {second[key]} . {'yes' if holds else 'no'}"
     if question == "which image has more objects ?":
         left, right = map(len, notes)
         return "equal" if left == right else "1" if left > right else "2"
     if question == "do the images show the same objects ?":
-        left, right = (Counter((n["colour"], n["kind"]) for n in note) for note in notes)
-        return "yes" if left == right else "no"
+        left, right = ({f"{n['colour']} {n['kind']}": f"{n['row']} {n['column']}" for n in note} for note in notes)
+        assert len(left) == len(notes[0]) == len(notes[1]) == len(right), "no look twice"
+        pairs = [f"{look} {where} : {right.get(look, 'none')}" for look, where in left.items()]
+        told, _ = up_to(pairs, lambda step: step.endswith("none"))
+        return f"{' , '.join(told)} . {'yes' if left.keys() == right.keys() else 'no'}"
     if found := re.fullmatch(r"which image has the digit (\d) \?", question):
         [image] = [number for number, note in enumerate(notes, 1) if any(n["kind"] == found[1] for n in note)]
-        return str(image)
+        shown = [[n["kind"] for n in note if n["kind"] in DIGITS] for note in notes[:image]]
+        told = [f"image {number} : {' '.join(digits) or 'none'}" for number, digits in enumerate(shown, 1)]
+        return f"{' , '.join(told)} . {image}"
     if found := re.fullmatch(r"which image has an? (\w+) (\w+) \?", question):
         [image] = [
             i for i, note in enumerate(notes, 1) if any((n["colour"], n["kind"]) == found.groups() for n in note)
@@ -194,7 +216,7 @@ def examiner(question, scenes):
     asked, there = notes[int(found[1]) - 1], notes[int(found[3]) - 1]
     [colour] = [note["colour"] for note in there if note["kind"] == found[2]]
     [shape] = [note["kind"] for note in asked if note["colour"] == colour]
-    return shape
+    return f"image {found[3]} : {found[2]} {colour} , image {found[1]} : {colour} . {shape}"
 
 
 def counts(task):
@@ -217,9 +239,9 @@ def test_every_answer_follows_from_the_scenes(task):
 
 @pytest.mark.parametrize("task", TASKS)
 def test_no_answer_can_be_guessed_from_the_question(task):
-    """Answers differ, and none is more than 7 in 10 of all."""
+    """What answers come to differs, and none is more than 7 in 10 of all."""
     rng = Random(1)
-    answers = Counter(ask(rng, task, images_of(task)[1]).answer for _ in range(200))
+    answers = Counter(verdict(ask(rng, task, images_of(task)[1]).answer) for _ in range(200))
     assert len(answers) >= 2 and answers.most_common(1)[0][1] <= 140
 
 
@@ -237,7 +259,7 @@ def test_what_is_asked_later_follows_from_the_scenes_too():
                     assert set(question.split()) <= known
                     plain = re.sub(r"in image \d , ", "", question)
                     kinds[" ".join(plain.split()[:2])] += 1
-                    answers.get(plain.split()[0], Counter())[answer] += 1
+                    answers.get(plain.split()[0], Counter())[verdict(answer)] += 1
     assert set(kinds) >= {
         "what colour", "what shape", "what size", "where is", "how many", "which digit", "is there", "is the",
         "which image",
@@ -245,7 +267,30 @@ def test_what_is_asked_later_follows_from_the_scenes_too():
     assert min(kinds.values()) >= 20
     assert 0.8 < answers["is"]["yes"] / answers["is"]["no"] < 1.25
     assert follow_ups(rng, [BLANK, BLANK], TRAINED, 0) == []
-    assert all(answer in ("0", "no", "none", "equal") for _, answer in follow_ups(rng, [BLANK, BLANK], TRAINED, 9))
+    assert all(
+        verdict(answer) in ("0", "no", "none", "equal") for _, answer in follow_ups(rng, [BLANK, BLANK], TRAINED, 9)
+    )
+
+
+def test_answers_say_what_was_seen_before_what_follows():
+    shown = scene(
+        Thing("circle", "red", "large", 0, 0, 0, 0),
+        Thing("ring", "red", "small", 0, 2, 0, 0),
+        Thing("square", "blue", "small", 2, 1, 0, 0),
+    )
+    answers = {
+        ("relation", ("circle", "left of", "ring")): "circle left , ring right . yes",
+        ("relation", ("circle", "above", "ring")): "circle top , ring top . no",
+        ("relation", ("square", "below", "ring")): "square bottom , ring top . yes",
+        ("exists", ("red", "ring")): "circle top left , ring top right . yes",
+        ("exists", ("red", "square")): "circle top left , ring top right . no",
+        ("exists", ("green", "square")): "none . no",
+        ("count", "red"): "top 2 , middle 0 , bottom 0 . 2",
+    }
+    for (task, subject), answer in answers.items():
+        assert SCENE_TASKS[task].answer(shown, subject) == answer
+    assert verdict("circle left , ring right . yes") == "yes"
+    assert verdict("large red circle top left , small") == "large red circle top left , small"
 
 
 def test_what_two_images_have_in_common_does_not_answer_the_multihop_question():
