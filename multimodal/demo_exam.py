@@ -1,45 +1,32 @@
-"""Examining the demo model through octavo's engine: accuracy by task, two questions about one image, and things on real
-photographs."""
+"""Examining the demo model through octavo's engine: accuracy by task, also with real photographs, and two questions
+about one image."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from importlib.util import find_spec
-from pathlib import Path
+from collections.abc import Iterable, Sequence
 from random import Random
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
 from octavo.core import Engine, SamplingParams
 from octavo.multimodal.demo_data import EXAMS, exam_questions
 from octavo.multimodal.demo_model import demo_prompt
-from octavo.multimodal.fitting import fit
-from octavo.multimodal.image_policy import ImagePolicy
-from octavo.multimodal.images import load_image
-from octavo.multimodal.scenes import BLANK, SIDE, TRAINED, Scene
+from octavo.multimodal.demo_photographs import PHOTOGRAPH_EXAMS, photograph_exam
+from octavo.multimodal.scenes import BLANK, TRAINED
 from octavo.multimodal.scenes_questions import Question
-from octavo.multimodal.scenes_render import draw, paint, scene_arrays
-from octavo.multimodal.scenes_tasks import SCENE_TASKS
+from octavo.multimodal.scenes_render import draw
+from octavo.multimodal.scenes_tasks import SCENE_TASKS, verdict
 
 LONGEST_ANSWER = 72
 """Tokens: nine things of five words, eight commas, the end; more is no answer."""
 
-PHOTOGRAPHS = {
-    "astronaut": ("skimage", "data/astronaut.png"),
-    "cat": ("skimage", "data/chelsea.png"),
-    "coffee": ("skimage", "data/coffee.png"),
-    "temple": ("sklearn", "datasets/images/china.jpg"),
-    "flower": ("sklearn", "datasets/images/flower.jpg"),
-    "admiral": ("matplotlib", "mpl-data/sample_data/grace_hopper.jpg"),
-}
-"""Name -> package that ships it, and where."""
 
-PHOTOGRAPH_TASKS = ("colour", "shape", "count", "digit", "exists")
+class Score(NamedTuple):
+    """Share of the answers that are right as a whole, and of those whose verdict is, whatever they say was seen."""
 
-DIMMED = 0.35
-"""Photographs are darkened to this, so that nothing in them is as bright as a thing."""
+    answers: float
+    verdicts: float
 
 
 class Shared(NamedTuple):
@@ -64,14 +51,14 @@ def exam_images(questions: Sequence[Question], shown: str) -> list[list[np.ndarr
     return [_shown(questions, number, shown) for number in range(len(questions))]
 
 
-def engine_accuracy(engine: Engine, questions: Sequence[Question], shown: str = "right") -> float:
-    """Share of ``questions`` that the engine answers in full. ``shown`` as in ``demo_training.SHOWN``."""
-    return _accuracy(engine, questions, exam_images(questions, shown))
+def engine_score(engine: Engine, questions: Sequence[Question], shown: str = "right") -> Score:
+    """Of what the engine answers to ``questions``. ``shown`` as in ``demo_training.SHOWN``."""
+    return _score(engine, questions, exam_images(questions, shown))
 
 
-def engine_exams(engine: Engine, seed: int, size: int, shown: str = "right") -> dict[str, float]:
-    """Accuracy by exam; a seed that training has not used for choosing weights is one that it was not given."""
-    return {name: engine_accuracy(engine, exam_questions(name, seed, size), shown) for name in EXAMS}
+def engine_exams(engine: Engine, seed: int, size: int, shown: str = "right") -> dict[str, Score]:
+    """By exam; a seed that training has not used for choosing weights is one that it was not given."""
+    return {name: engine_score(engine, exam_questions(name, seed, size), shown) for name in EXAMS}
 
 
 def shared_questions(engine: Engine, seed: int, size: int) -> Shared:
@@ -86,51 +73,22 @@ def shared_questions(engine: Engine, seed: int, size: int) -> Shared:
         for task, questions in zip((first, second), asked, strict=True):
             questions.append(Question(task.name, (scene,), task.question(shape), task.answer(scene, shape)))
     images = [draw(question.scenes) for question in asked[0]]
-    earlier = _accuracy(engine, asked[0], images)
+    earlier = _score(engine, asked[0], images).answers
     start = engine.stats()
-    later = _accuracy(engine, asked[1], images)
+    later = _score(engine, asked[1], images).answers
     end = engine.stats()
     return Shared(earlier, later, end.hit_tokens - start.hit_tokens, end.query_tokens - start.query_tokens)
 
 
-def photographs() -> dict[str, np.ndarray]:
-    """Those of ``PHOTOGRAPHS`` whose package is installed: uint8 [SIDE, SIDE, 3], cropped to a square. The packages are
-    not imported."""
-    found = {}
-    for name, (package, file) in PHOTOGRAPHS.items():
-        spec = find_spec(package)
-        path = None if spec is None or spec.origin is None else Path(spec.origin).parent / file
-        if path is not None and path.is_file():
-            found[name] = fit(load_image(path), SIDE, ImagePolicy(resize="crop")).pixels
-    return found
+def photograph_scores(
+    engine: Engine, seed: int, size: int, names: Iterable[str] = tuple(PHOTOGRAPH_EXAMS)
+) -> dict[str, Score]:
+    """By exam of ``PHOTOGRAPH_EXAMS``.
 
-
-def photograph_accuracy(
-    engine: Engine, seed: int, size: int, tasks: Sequence[str] = PHOTOGRAPH_TASKS
-) -> dict[str, float]:
-    """Accuracy by task where scenes lie on photographs, of which training has seen none; empty if there is none. What a
-    photograph itself shows, the model has no words for."""
-    found = {}
-    for task in tasks if photographs() else ():
-        questions = exam_questions(task, seed, size)
-        found[task] = _accuracy(engine, questions, photograph_images(questions))
-    return found
-
-
-def photograph_images(questions: Sequence[Question]) -> list[list[np.ndarray]]:
-    """The scene of each question, which has one, on the photographs that there are, in turn. There must be one."""
-    backdrops = [*photographs().values()]
-    return [
-        [on_photograph(question.scenes[0], backdrops[number % len(backdrops)])]
-        for number, question in enumerate(questions)
-    ]
-
-
-def on_photograph(scene: Scene, photograph: np.ndarray) -> np.ndarray:
-    """The things of a scene on a photograph uint8 [SIDE, SIDE, 3], which is darkened."""
-    things, _ = scene_arrays([scene])
-    canvas = torch.from_numpy(photograph.astype(np.float32) * DIMMED)
-    return paint(torch.from_numpy(things), canvas[None])[0].numpy()
+    Raises:
+        ImportError: there are no photographs.
+    """
+    return {name: _score(engine, *photograph_exam(name, seed, size)) for name in names}
 
 
 def _shown(questions: Sequence[Question], number: int, shown: str) -> list[np.ndarray]:
@@ -142,6 +100,8 @@ def _shown(questions: Sequence[Question], number: int, shown: str) -> list[np.nd
     return draw(scenes)
 
 
-def _accuracy(engine: Engine, questions: Sequence[Question], images: Sequence[Sequence[Any]]) -> float:
-    answers = engine_answers(engine, questions, images)
-    return sum(text == question.answer for text, question in zip(answers, questions, strict=True)) / len(questions)
+def _score(engine: Engine, questions: Sequence[Question], images: Sequence[Sequence[Any]]) -> Score:
+    pairs = [*zip(engine_answers(engine, questions, images), (q.answer for q in questions), strict=True)]
+    whole = sum(text == answer for text, answer in pairs)
+    verdicts = sum(verdict(text) == verdict(answer) for text, answer in pairs)
+    return Score(whole / len(pairs), verdicts / len(pairs))

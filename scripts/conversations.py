@@ -8,11 +8,13 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from octavo.multimodal.demo_exam import LONGEST_ANSWER, on_photograph, photographs
+from octavo.multimodal.demo_exam import LONGEST_ANSWER
+from octavo.multimodal.demo_photographs import on_photograph, photographs
 from octavo.multimodal.scenes import Scene
 from octavo.multimodal.scenes_prompts import question_part, remarked_images
 from octavo.multimodal.scenes_questions import Question, ask
 from octavo.multimodal.scenes_render import draw
+from octavo.multimodal.scenes_tasks import SCENE_TASKS
 from octavo.scripts.image_traffic import segments_of
 
 if TYPE_CHECKING:
@@ -169,7 +171,7 @@ def _more(rng: Random, scenes: Sequence[Scene]) -> list[tuple[str, str]]:
     number = rng.randrange(len(scenes))
     scene = scenes[number]
     where = f"in image {number + 1} , " if len(scenes) > 1 else ""
-    asked = [(f"{where}how many objects ?", str(len(scene.things)))]
+    asked = [(f"{where}how many objects ?", SCENE_TASKS["count"].answer(scene, "objects"))]
     single = [thing for thing in scene.things if len(scene.of(kind=thing.kind)) == 1 and not thing.kind.isdigit()]
     if single:
         thing = rng.choice(single)

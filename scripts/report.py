@@ -60,6 +60,7 @@ HEADINGS = {
     "kl_nats_max": "KL at most, nats",
     "blank_accuracy": "blank images",
     "wrong_accuracy": "wrong images",
+    "verdict_accuracy": "verdict",
     "hit_tokens": "tokens found",
     "same_tokens_percent": "dense turn as dense %",
     "margin_nats_max": "margin, nats",

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from octavo.multimodal.demo_data import EXAMS, Batch, training_step
 from octavo.multimodal.demo_model import FOLDER, DemoConfig, DemoModel, load_demo, load_weights, save_demo
+from octavo.multimodal.demo_photographs import PHOTOGRAPH_EXAMS, PHOTOGRAPHS, photograph_exam, photographs
 from octavo.multimodal.demo_training import SHOWN, Recipe, Trainer
 from octavo.multimodal.scenes_prompts import words
 
@@ -136,6 +137,8 @@ def publish(trainer: Trainer, state: State, folder: Path, exam_size: int, earlie
     device = torch.cuda.get_device_name() if trainer.device.type == "cuda" else "CPU"
     runs = [*earlier, TrainingRun(state.step, state.best_step, round(state.seconds), device, asdict(trainer.recipe))]
     card = model_card(trainer, runs, table, exam_size)
+    if photographs():
+        card += photograph_section(trainer, exam_size)
     size = save_demo(folder, trainer.model, card)
     (folder / RUNS).write_text(json.dumps([vars(run) for run in runs], indent=2) + "\n")
     _say(f"{size:,} bytes in {folder}")
@@ -143,19 +146,58 @@ def publish(trainer: Trainer, state: State, folder: Path, exam_size: int, earlie
 
 
 def examine_folder(folder: Path, size: int, seed: int) -> None:
-    """Accuracy through octavo's engine, prefix sharing and photographs included."""
+    """Accuracy through octavo's engine, whole answers and their verdicts; prefix sharing and photographs included."""
     from octavo.core import Engine, EngineConfig
-    from octavo.multimodal.demo_exam import engine_exams, photograph_accuracy, shared_questions
+    from octavo.multimodal.demo_exam import engine_exams, photograph_scores, shared_questions
 
     demo = load_demo(folder)
     engine = Engine(demo.model, demo.tokenizer, EngineConfig(), encoders={"image": demo.encoder})
     shared = shared_questions(engine, seed, size)
-    found = {
-        **{f"accuracy, {shown} images": engine_exams(engine, seed, size, shown) for shown in SHOWN},
-        "two questions an image": shared._asdict(),
-        "things on photographs": photograph_accuracy(engine, seed, size),
-    }
-    print(json.dumps(found, indent=2), flush=True)
+    scores = {f"{shown} images": engine_exams(engine, seed, size, shown) for shown in SHOWN}
+    there = photographs()
+    if there:
+        scores[f"photographs: {', '.join(there)}"] = photograph_scores(engine, seed, size)
+    if len(there) < len(PHOTOGRAPHS):
+        _say(f"photographs: {len(there)} of {len(PHOTOGRAPHS)}; for the others, pip install 'octavo[photographs]'")
+    found = {kind: {name: score._asdict() for name, score in own.items()} for kind, own in scores.items()}
+    print(json.dumps({**found, "two questions an image": shared._asdict()}, indent=2), flush=True)
+
+
+def examine_photographs(folder: Path, config: DemoConfig, device: str, size: int) -> None:
+    """Write that section of a saved folder's card anew, with the photographs that there are now."""
+    model = DemoModel(config)
+    load_weights(folder, model)
+    section = photograph_section(Trainer(model, Recipe(), torch.device(device)), size)
+    card = folder / "README.md"
+    card.write_text(card.read_text().split(SECTION)[0] + section)
+    _say(section)
+
+
+SECTION = "\n## Photographs\n"
+
+
+def photograph_section(trainer: Trainer, size: int) -> str:
+    """Of the model card.
+
+    Raises:
+        ImportError: there are no photographs.
+    """
+    found = {}
+    for name in PHOTOGRAPH_EXAMS:
+        questions, images = photograph_exam(name, FINAL_SEED, size)
+        found[name] = len(images[0]), trainer.accuracy(questions, images=images)
+    rows = "\n".join(f"| {name} | {number} | {100 * right:.1f} |" for name, (number, right) in found.items())
+    shown = ", ".join(f"{name} ({PHOTOGRAPHS[name][0]})" for name in photographs())
+    return f"""{SECTION}
+Out of distribution: training has seen no photograph, and the model has no words for what one shows. *On photographs*:
+the things that are asked about lie on one, which is darkened. *Among photographs*: half of the images that have no part
+in the answer, and at least one, are photographs as they are. {size} questions each, whole answers. Photographs, and the
+packages that ship them: {shown}.
+
+| task | images | right |
+|---|---|---|
+{rows}
+"""
 
 
 def model_card(
@@ -203,9 +245,10 @@ engine.generate([demo_prompt([image], "what colour is the circle ?")])
 | licence | Apache-2.0 |
 
 Accuracy in points, {exam_size} questions each, from a seed that neither training nor the choice of weights has used;
-whole answers, greedily. *Blank*: the images are empty. *Wrong*: they are those of another question. Six combinations of
+whole answers, greedily; one that says what was seen before what follows (`circle left , ring right . yes`) is right
+only if all of it is. *Blank*: the images are empty. *Wrong*: they are those of another question. Six combinations of
 colour and shape are never drawn in training; "new pairs" are questions about these alone. Measured as in training;
-`python -m octavo.scripts.train_demo --examine` measures through the engine.
+`python -m octavo.scripts.train_demo --examine` measures through the engine, what follows apart.
 
 | task | images | right | blank | wrong |
 |---|---|---|---|---|
@@ -284,6 +327,11 @@ def _arguments() -> Any:
     parser.add_argument("--begin-with", type=Path, help="a folder of an earlier run, whose weights are the first")
     parser.add_argument("--final-size", type=int, default=512, help="questions an exam in the model card (%(default)s)")
     parser.add_argument("--examine", action="store_true", help="train nothing; examine --folder through the engine")
+    parser.add_argument(
+        "--photographs",
+        action="store_true",
+        help="train nothing; measure anew what --folder's card says of photographs",
+    )
     for field in fields(Recipe):
         if field.name != "descriptions":
             kind = type(field.default)
@@ -297,6 +345,9 @@ def main() -> None:
         examine_folder(given.folder, given.final_size, FINAL_SEED)
         return
     config, changes = SIZES[given.size]
+    if given.photographs:
+        examine_photographs(given.folder, config, given.device, given.final_size)
+        return
     asked = {field.name: getattr(given, field.name, None) for field in fields(Recipe)}
     recipe = Recipe(**{**changes, **{name: value for name, value in asked.items() if value is not None}})
     model = DemoModel(config, recipe.seed)

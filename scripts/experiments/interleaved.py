@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING, Any
 
 from octavo.core.inspection.page_watch import PageWatch
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from octavo.core import Engine
-    from octavo.multimodal.scenes_questions import Question
 
 Row = dict[str, Any]
 
 SHOWN = ("right", "blank", "wrong")
-PHOTOGRAPHS = "photographs"
 TWICE = "asked twice"
 
 NOTES = (
     "Accuracy: whole answers, greedily, in points; 95 % intervals, bootstrap over questions. Blank images are empty; "
     "wrong ones are those of another question of the task.",
     "tokens found: of the second of two questions about an image, prompt tokens whose pages the first had computed.",
-    "Photographs come with installed packages; they are darkened, and what is asked about lies on them. What a "
-    "photograph itself shows, the model has no words for.",
+    "verdict: of tasks whose answers say first what was seen (`circle left , ring right . yes`), what follows from it.",
+    "Photographs come with installed packages. On photographs: what is asked about lies on them, and they are dark; "
+    "among photographs: half of the images that are not asked about are photographs as they are. What a photograph "
+    "itself shows, the model has no words for.",
 )
 
 
@@ -43,10 +43,10 @@ def run(config: Interleaved, run: Run) -> None:
     1. Conversations: prompts of texts and images, with several questions about the same images. They are served anew
        when a run goes on.
     2. Exams: each task on the right images, on blank ones and on those of another question. One sample a question.
-    3. Two questions about each of some images; and things on photographs.
+    3. Scenes on photographs and among them; and two questions about each of some images.
     """
     from octavo.multimodal.demo_data import EXAMS
-    from octavo.multimodal.demo_exam import PHOTOGRAPH_TASKS, photographs
+    from octavo.multimodal.demo_photographs import PHOTOGRAPH_EXAMS, photographs
 
     each_once("exams", config.exams, tuple(EXAMS))
     with waiting("loading the demo model"):
@@ -59,15 +59,11 @@ def run(config: Interleaved, run: Run) -> None:
     _talk(engine, talks, run, watch)
 
     exams = [(exam, shown) for exam in config.exams for shown in SHOWN]
-    exams += [(f"{PHOTOGRAPHS}: {task}", "right") for task in PHOTOGRAPH_TASKS if photographs()]
+    exams += [(exam, "right") for exam in PHOTOGRAPH_EXAMS if photographs()]
     done = run.done("item", "shown")
     with counting("exams", len(exams) + 1) as advance:
         for exam, shown in exams:
-            questions = _questions(config, exam)
-            todo = {
-                f"{exam}/{number}": q for number, q in enumerate(questions) if (f"{exam}/{number}", shown) not in done
-            }
-            for sample in _examined(engine, exam, shown, questions, todo):
+            for sample in _examined(engine, config, exam, shown, done):
                 run.add(sample)
             run.write_rows(rows(run.samples, config.seed, intervals=False))
             advance(f"{exam}, {shown} images: {_points(run.samples, exam, shown):.0f}")
@@ -97,6 +93,9 @@ def rows(samples: Sequence[Sample], seed: int, *, intervals: bool = True) -> lis
             if intervals and len(points) > 1:
                 estimate = bootstrap_mean(points, seed=seed)
                 row[f"{key}_ci"] = [estimate.low, estimate.high]
+        verdicts = [sample["verdict"] for sample in own if sample["shown"] == "right" and "verdict" in sample]
+        if verdicts:
+            row["verdict_accuracy"] = sum(verdicts) / len(verdicts)
         asked = [sample for sample in own if "query_tokens" in sample]
         if asked:
             row["hit_tokens"] = sum(sample["hit_tokens"] for sample in asked)
@@ -152,30 +151,36 @@ def _talk(engine: Engine, talks: Sequence[Conversation], run: Run, watch: PageWa
             )
 
 
-def _questions(config: Interleaved, exam: str) -> list[Question]:
-    from octavo.multimodal.demo_data import exam_questions
-
-    return exam_questions(exam.removeprefix(f"{PHOTOGRAPHS}: "), config.seed, _size(config))
-
-
 def _size(config: Interleaved) -> int:
     return min(config.questions, config.limit or config.questions)
 
 
 def _examined(
-    engine: Engine, exam: str, shown: str, questions: Sequence[Question], todo: dict[str, Question]
+    engine: Engine, config: Interleaved, exam: str, shown: str, done: Container[tuple[str, ...]]
 ) -> list[Sample]:
-    """Samples of the questions ``todo``, by their ids. All of them in one batch."""
-    from octavo.multimodal.demo_exam import engine_answers, exam_images, photograph_images
+    """Samples of the questions that are not done yet. All of them in one batch."""
+    from octavo.multimodal.demo_data import exam_questions
+    from octavo.multimodal.demo_exam import engine_answers, exam_images
+    from octavo.multimodal.demo_photographs import PHOTOGRAPH_EXAMS, photograph_exam
+    from octavo.multimodal.scenes_tasks import THEREFORE, verdict
 
-    images = photograph_images(questions) if exam.startswith(PHOTOGRAPHS) else exam_images(questions, shown)
-    own = [shown_images for shown_images, question in zip(images, questions, strict=True) if question in todo.values()]
-    answers = engine_answers(engine, list(todo.values()), own) if todo else []
-    return [
-        {"item": item, "shown": shown, "exam": exam, "accuracy": 100.0 * (answer == question.answer),
-         "question": question.question, "output": answer, "gold": question.answer}
-        for (item, question), answer in zip(todo.items(), answers, strict=True)
-    ]  # fmt: skip
+    if exam in PHOTOGRAPH_EXAMS:
+        questions, images = photograph_exam(exam, config.seed, _size(config))
+    else:
+        questions = exam_questions(exam, config.seed, _size(config))
+        images = exam_images(questions, shown)
+    left = [number for number in range(len(questions)) if (f"{exam}/{number}", shown) not in done]
+    asked = [questions[number] for number in left]
+    answers = engine_answers(engine, asked, [images[number] for number in left]) if left else []
+    samples: list[Sample] = []
+    for number, question, answer in zip(left, asked, answers, strict=True):
+        sample: Sample = {"item": f"{exam}/{number}", "shown": shown, "exam": exam,
+                          "accuracy": 100.0 * (answer == question.answer), "question": question.question,
+                          "output": answer, "gold": question.answer}  # fmt: skip
+        if THEREFORE in question.answer.split():
+            sample["verdict"] = 100.0 * (verdict(answer) == verdict(question.answer))
+        samples.append(sample)
+    return samples
 
 
 def _asked_twice(engine: Engine, config: Interleaved) -> Sample:

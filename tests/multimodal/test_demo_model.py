@@ -6,7 +6,7 @@ import pytest
 
 from octavo.core import Engine, EngineConfig
 from octavo.multimodal.demo_data import EXAMS, exam_questions
-from octavo.multimodal.demo_exam import engine_accuracy, shared_questions
+from octavo.multimodal.demo_exam import engine_score, shared_questions
 from octavo.multimodal.demo_model import FOLDER, MAX_BYTES, load_demo
 
 
@@ -30,8 +30,8 @@ def test_it_is_small_and_its_card_names_every_exam():
 def test_it_answers_from_what_it_is_shown(engine, exam):
     """Well above what the card says of blank and of wrong images, by any luck of eight questions."""
     questions = exam_questions(exam, 7, 8)
-    assert engine_accuracy(engine, questions) >= 0.75
-    assert engine_accuracy(engine, questions, "wrong") <= 0.6
+    assert engine_score(engine, questions).answers >= 0.75
+    assert engine_score(engine, questions, "wrong").answers <= 0.6
     engine.check()
 
 
