@@ -30,7 +30,9 @@ def prefill(engine: Engine) -> Iterator[None]:
 
     model.forward = nothing  # type: ignore[method-assign, assignment]
     runner.replays = lambda plan: False  # type: ignore[method-assign]
+    pieces, runner._pieces = runner._pieces, None  # of a pass that computes nothing, none is to be captured
     try:
         yield
     finally:
+        runner._pieces = pieces
         del model.forward, runner.replays  # the methods of their classes again
