@@ -1,8 +1,9 @@
 """Questions about one scene. Each is asked about a subject; its answer follows from the scene and the subject alone.
 
-An answer that takes more than one look says what was seen before what follows from it: ``circle left , ring right .
-yes``. A small model learns to look for one thing a word, and to compare words; to compare what it has not said, it does
-not learn in time.
+An answer that takes more than one look says what was seen before what follows from it, as in
+``circle left , ring right , left . yes``. A small model learns to look for one thing a word, and to compare words; to
+compare what it has not said, it does not learn in time. Nor whether what was asked holds of two places, where each of
+the three says nothing without the others: how the two lie to each other comes first, then whether that was asked.
 
 ``pairs`` are the combinations of colour and shape that may be drawn.
 """
@@ -23,6 +24,9 @@ ABSENT = 0.08
 """Share of the questions about one thing for which it is not there."""
 
 PLURALS = {shape: f"{shape}es" if shape == "cross" else f"{shape}s" for shape in SHAPES}
+
+SAME = "same"
+"""How two things lie to each other that are in one row or one column."""
 
 THEREFORE = "."
 """Between what was seen and what follows from it; no other answer holds it."""
@@ -203,10 +207,14 @@ def _related_scene(rng: Random, pairs: Sequence[Pair], subject: tuple[str, str, 
 
 
 def _relation(scene: Scene, subject: tuple[str, str, str]) -> str:
-    """Where both are, as far as it matters, and whether the relation holds."""
+    """Where both are, as far as it matters; how they lie to each other; and whether that is what was asked."""
     first, second = (scene.of(kind=shape)[0] for shape in (subject[0], subject[2]))
     relation = RELATIONS[subject[1]]
-    return reasoned([f"{t.kind} {relation.where(t)}" for t in (first, second)], _yes(relation.holds(first, second)))
+    lie = [
+        name.split()[0] for name, other in RELATIONS.items() if other.by == relation.by and other.holds(first, second)
+    ]
+    seen = [*(f"{thing.kind} {relation.where(thing)}" for thing in (first, second)), *(lie or [SAME])]
+    return reasoned(seen, _yes(relation.holds(first, second)))
 
 
 SCENE_TASKS: dict[str, SceneTask] = {

@@ -245,9 +245,9 @@ engine.generate([demo_prompt([image], "what colour is the circle ?")])
 | licence | Apache-2.0 |
 
 Accuracy in points, {exam_size} questions each, from a seed that neither training nor the choice of weights has used;
-whole answers, greedily; one that says what was seen before what follows (`circle left , ring right . yes`) is right
-only if all of it is. *Blank*: the images are empty. *Wrong*: they are those of another question. Six combinations of
-colour and shape are never drawn in training; "new pairs" are questions about these alone. Measured as in training;
+whole answers, greedily; one that says what was seen before what follows (`circle left , ring right , left . yes`) is
+right only if all of it is. *Blank*: the images are empty. *Wrong*: they are those of another question. Six combinations
+of colour and shape are never drawn in training; "new pairs" are questions about these alone. Measured as in training;
 `python -m octavo.scripts.train_demo --examine` measures through the engine, what follows apart.
 
 | task | images | right | blank | wrong |

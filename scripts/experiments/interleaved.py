@@ -30,7 +30,7 @@ NOTES = (
     "Accuracy: whole answers, greedily, in points; 95 % intervals, bootstrap over questions. Blank images are empty; "
     "wrong ones are those of another question of the task.",
     "tokens found: of the second of two questions about an image, prompt tokens whose pages the first had computed.",
-    "verdict: of tasks whose answers say first what was seen (`circle left , ring right . yes`), what follows from it.",
+    "verdict: of answers that say first what was seen (`circle left , ring right , left . yes`), what follows from it.",
     "Photographs come with installed packages. On photographs: what is asked about lies on them, and they are dark; "
     "among photographs: half of the images that are not asked about are photographs as they are. What a photograph "
     "itself shows, the model has no words for.",

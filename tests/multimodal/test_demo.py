@@ -261,11 +261,11 @@ def test_given_images_take_the_place_of_scenes(learnt):
 def test_a_verdict_may_be_right_where_the_answer_is_not():
     class Says:
         def generate(self, prompts, params):
-            said = ["circle left , ring right . yes", "circle left , ring centre . yes", "yes", "no"]
+            said = ["circle left , ring right , left . yes", "circle left , ring left , left . yes", "yes", "no"]
             return [SimpleNamespace(samples=[SimpleNamespace(text=f" {text}")]) for text in said]
 
     [question] = exam_questions("relation", 0, 1)
-    same = [question._replace(answer="circle left , ring right . yes")] * 4
+    same = [question._replace(answer="circle left , ring right , left . yes")] * 4
     assert engine_score(Says(), same) == (0.25, 0.75)
 
 

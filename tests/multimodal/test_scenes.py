@@ -192,7 +192,9 @@ def examiner(question, scenes):
         key, order = ("column", COLUMNS) if "of" in found[2] else ("row", ROWS)
         difference = order.index(first[key]) - order.index(second[key])
         holds = difference < 0 if found[2] in ("left of", "above") else difference > 0
-        return f"{found[1]} {first[key]} , {found[3]} {second[key]} . {'yes' if holds else 'no'}"
+        before, behind = ("left", "right") if key == "column" else ("above", "below")
+        lie = before if difference < 0 else behind if difference > 0 else "same"
+        return f"{found[1]} {first[key]} , {found[3]} {second[key]} , {lie} . {'yes' if holds else 'no'}"
     if question == "which image has more objects ?":
         left, right = map(len, notes)
         return "equal" if left == right else "1" if left > right else "2"
@@ -279,9 +281,9 @@ def test_answers_say_what_was_seen_before_what_follows():
         Thing("square", "blue", "small", 2, 1, 0, 0),
     )
     answers = {
-        ("relation", ("circle", "left of", "ring")): "circle left , ring right . yes",
-        ("relation", ("circle", "above", "ring")): "circle top , ring top . no",
-        ("relation", ("square", "below", "ring")): "square bottom , ring top . yes",
+        ("relation", ("circle", "left of", "ring")): "circle left , ring right , left . yes",
+        ("relation", ("circle", "above", "ring")): "circle top , ring top , same . no",
+        ("relation", ("square", "above", "ring")): "square bottom , ring top , below . no",
         ("exists", ("red", "ring")): "circle top left , ring top right . yes",
         ("exists", ("red", "square")): "circle top left , ring top right . no",
         ("exists", ("green", "square")): "none . no",
@@ -289,7 +291,7 @@ def test_answers_say_what_was_seen_before_what_follows():
     }
     for (task, subject), answer in answers.items():
         assert SCENE_TASKS[task].answer(shown, subject) == answer
-    assert verdict("circle left , ring right . yes") == "yes"
+    assert verdict("circle left , ring right , left . yes") == "yes"
     assert verdict("large red circle top left , small") == "large red circle top left , small"
 
 
