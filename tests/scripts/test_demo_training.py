@@ -49,6 +49,11 @@ def test_a_run_writes_the_model_and_a_card_with_its_numbers(run, capsys):
     for name in ("colour", "compare"):
         assert f"\n| {name} | {EXAMS[name].images} | " in card
     assert '"steps": 6' in card and "\n| training | 6 steps, the weights of step " in card
+    before, photographs = card.split("\n## Photographs\n")
+    assert "admiral (matplotlib)" in photographs and "\n| in image k of 4, among photographs | 4 | " in photographs
+    run("whole", "--photographs", "--final-size", "3")
+    again = (folder / "README.md").read_text()
+    assert again.startswith(before) and again.count("## Photographs") == 1 and "3 questions each" in again
     assert "license: apache-2.0" in card and "| licence | Apache-2.0 |" in card
     assert json.loads((folder / "config.json").read_text())["hidden_size"] == 32
 
