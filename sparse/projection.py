@@ -69,6 +69,17 @@ class Projection(Digested, Scored):
         read_ones = [read(path.read_bytes(), str(path)) for path in self._paths()]
         return {(one.basis.shape[1], one.basis.shape[2]): one for one in read_ones}
 
+    @cached_property
+    def _placed(self) -> dict[tuple[int, int, torch.device], Tensor]:
+        return {}
+
+    def _basis(self, kv_heads: int, head_dim: int, device: torch.device) -> Tensor:
+        """[layers, Hkv, D, r], on a device for good: a captured step reads it there, and cannot copy."""
+        at = kv_heads, head_dim, device
+        if at not in self._placed:
+            self._placed[at] = self._files[kv_heads, head_dim].basis.to(device)
+        return self._placed[at]
+
     def _paths(self) -> list[Path]:
         return shipped(self.shipped) if self.file is None else [Path(self.file)]
 
@@ -76,12 +87,12 @@ class Projection(Digested, Scored):
         return hashlib.sha256(b"".join(path.read_bytes() for path in self._paths())).hexdigest()
 
     def compute(self, k: Tensor, v: Tensor, layers: Sequence[int]) -> Mapping[str, Tensor]:
-        basis = self._files[k.shape[2], k.shape[4]].basis
-        return {"reduced": k.float() @ basis[list(layers)].to(k.device)}
+        basis = self._basis(k.shape[2], k.shape[4], k.device)
+        return {"reduced": k.float() @ basis[list(layers)]}
 
     def score(self, q: Tensor, pages: PageView) -> Tensor:
-        basis = self._files[pages.kv_heads, q.shape[2]].basis[pages.layer]
-        queries = grouped(q, pages.kv_heads) @ basis.to(q.device)  # [b, Hkv, g, r]
+        basis = self._basis(pages.kv_heads, q.shape[2], q.device)[pages.layer]
+        queries = grouped(q, pages.kv_heads) @ basis  # [b, Hkv, g, r]
         keys = pages.digest("reduced").float()  # [b, P, Hkv, p, r]
         logits = torch.einsum("bhgr,bphtr->bhgpt", queries, keys) * pages.traits.scale
         logits = logits.masked_fill(~sealed(pages)[:, :, None, :, None], -torch.inf)

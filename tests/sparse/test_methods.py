@@ -54,6 +54,18 @@ def test_a_small_budget_reads_less_and_differs(name, model, engine_for, drain):
     assert small.logprobs != dense.logprobs
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", NAMES)
+def test_captured_steps_choose_what_eager_ones_do(name, make_llama, engine_for, drain):
+    model = make_llama(num_hidden_layers=3).to("cuda")
+    found = []
+    for execution in ("eager", "graph"):
+        engine = engine_for(model, backend="triton", execution=execution)
+        sample = run(engine, drain, {"a": (PROMPT, params(), make(name, 12))})["a"].samples[0]
+        found.append((sample.token_ids, sample.kv_bytes_read, sample.digest_bytes_read))
+    assert found[0] == found[1]
+
+
 def test_a_dense_layer_that_chooses_for_others_reads_both(model, engine_for, drain):
     chosen = make("tidal", 12, dense_layers=[0, 1])
     sample = run(engine_for(model), drain, {"a": (PROMPT, params(), chosen)})["a"].samples[0]
