@@ -21,6 +21,7 @@ from octavo.scripts.schema_image_sharing import EXACT
 from octavo.scripts.watched_pass import watched_pass
 
 if TYPE_CHECKING:
+    import torch
     from matplotlib.figure import Figure
     from torch import Tensor
 
@@ -59,13 +60,13 @@ class Picture(NamedTuple):
 
 
 class RandomImages:
-    """A ``SegmentEncoder`` of random embeddings [I, N, width] with the standard deviation ``scale``."""
+    """A ``SegmentEncoder`` of random embeddings [I, N, width] with the standard deviation ``scale``, drawn on the
+    device that computes with them, where it takes no time."""
 
     bidirectional = False
 
-    def __init__(self, width: int, scale: float) -> None:
-        self._width = width
-        self._scale = scale
+    def __init__(self, width: int, scale: float, device: torch.device) -> None:
+        self._width, self._scale, self._device = width, scale, device
 
     def identity(self, item: Picture) -> bytes:
         return sha256(f"{item} {self._width} {self._scale}".encode()).digest()
@@ -76,9 +77,11 @@ class RandomImages:
     def encode(self, items: Sequence[Picture]) -> Tensor:
         import torch
 
-        return self._scale * torch.stack(
-            [torch.randn(i.tokens, self._width, generator=torch.Generator().manual_seed(i.seed)) for i in items]
-        )
+        def drawn(item: Picture) -> Tensor:
+            generator = torch.Generator(self._device).manual_seed(item.seed)
+            return torch.randn(item.tokens, self._width, generator=generator, device=self._device)
+
+        return self._scale * torch.stack([drawn(item) for item in items])
 
 
 def run(config: ImageSharing, run: Run) -> None:
@@ -282,7 +285,7 @@ def _engine(config: ImageSharing, model: Any) -> Engine:
     from octavo.core import Engine
 
     weight = model.get_input_embeddings().weight
-    encoder = RandomImages(weight.shape[1], float(weight[:1024].detach().float().std()))
+    encoder = RandomImages(weight.shape[1], float(weight[:1024].detach().float().std()), weight.device)
     try:
         return Engine(model, None, build.engine_config(config.engine), encoders={"image": encoder})
     except ValueError as error:
