@@ -94,7 +94,8 @@ def prefill(
 
     ``counts`` and ``contexts`` [B] tell the host what the device knows from ``cu_q`` and ``q_pos``: the queries of each
     sequence, and the tokens before them. They change no result and may be left out; a backend may use them to choose
-    how it computes. Who gives them says that every entry but a sequence's last is full.
+    how it computes. Who gives them says that every entry but a sequence's last is full or, where there is ``unit_pos``,
+    that the tokens of a table lie in the order of their positions.
 
     Returns ``out [T, Hq, D]`` in q's dtype and, when ``want_lse``, ``lse`` fp32 [T, Hq]; otherwise ``lse`` is empty.
     """

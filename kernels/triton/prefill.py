@@ -33,7 +33,7 @@ entries are located as in ``tiles.py``.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # (the parameters of a kernel are Triton's business)
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import triton
 import triton.language as tl
@@ -71,6 +71,11 @@ class Done:
     context_grain: int
     min_rows: int
     min_chunk_rows: int
+
+    @property
+    def squares(self) -> "Done":
+        """The same without what has a context: where units are not full, so many tokens are not as many slots."""
+        return replace(self, min_chunk_rows=NEVER.value)
 
     def of(self, count: int, context: int) -> tuple[int, int]:
         """(rows, base): rows done, and over how many tokens of context; base 0: whole."""
@@ -366,7 +371,8 @@ def native(
 ) -> None:
     """``reference.prefill`` by the kernel alone, into ``out`` like ``q`` and ``lse`` fp32 [T, Hq].
 
-    ``done``: what these hold already; it goes with no ``unit_pos``, ``sinks``, ``window``, ``softcap`` or ``q_span``.
+    ``done``: what these hold already; it goes with no ``sinks``, ``window``, ``softcap`` or ``q_span``, and ``squares``
+    alone with ``unit_pos``.
     """
     tokens, q_heads, head_dim = q.shape
     units, layers, _, kv_heads, unit_tokens, _ = pool.shape
@@ -382,7 +388,8 @@ def native(
     resume = {"RESUME": done is not None, "ROW_GRAIN": 0, "CONTEXT_GRAIN": 0, "MIN_ROWS": 0, "MIN_CHUNK_ROWS": 0}
     if done is not None:
         assert done.context_grain % max(unit_tokens, block_n) == 0
-        assert unit_pos is None and sinks is None and q_span is None and not window and not softcap
+        assert sinks is None and q_span is None and not window and not softcap
+        assert unit_pos is None or done == done.squares
         tiles += 1  # rows half done and rows to do share no tile
         resume |= {
             "ROW_GRAIN": done.row_grain,

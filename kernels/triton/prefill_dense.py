@@ -29,7 +29,8 @@ grains (``prefill_dense`` in the settings), and what is left over goes to the pa
 batch: it works out by itself what is done (``Done``), so nothing is sent to the device.
 
 How long the chunks are, the host must say (``counts``, ``contexts``); where it does not, and where SDPA lacks a feature
-(window, soft cap, sinks, spans, stored positions, tables of a head), the paged kernel does everything.
+(window, soft cap, sinks, spans, tables of a head), the paged kernel does everything. Where pages are sealed with holes
+in them (``unit_pos``), as between texts and images, ``gather`` leaves the holes out, and squares alone are dense.
 """
 
 from collections.abc import Sequence
@@ -75,10 +76,11 @@ def prefill(
     contexts: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor]:
     """See ``reference.prefill``."""
-    plain = unit_pos is None and sinks is None and q_span is None and not window and not softcap
+    plain = sinks is None and q_span is None and not window and not softcap
     done = None
     if plain and counts and table.shape[2] == 1 and _serves(q, pool):
         done = Done(**settings.launch("prefill_dense", "any", q.device))
+        done = done if unit_pos is None else done.squares
     parts = [] if done is None else dense_parts(counts, contexts, done)
     is_short = not parts and q_span is None and prefill_short.is_short(q, pool, table, max_q)
     if log.KERNELS:

@@ -30,7 +30,8 @@ class Case:
     page: int = 16
     segments: tuple[int, ...] = ()  # lengths of sealed segments, in turn; none: one open segment
     tables: str = "shared"  # shared, layer, head, layer+head
-    stored: bool = False  # permuted entries with unit_pos
+    stored: bool = False  # entries with unit_pos
+    permuted: bool = True  # and, if there is, in any order
     window: int = 0
     softcap: float = 0.0
     sinks: bool = False
@@ -182,7 +183,7 @@ def build(case: Case, dtype: torch.dtype, device: str = "cpu") -> Inputs:
             keep = torch.rand(len(valid), generator=random) < 0.7
             keep[-1:] = True
             valid, start = valid[keep], start[keep]
-        if case.stored:
+        if case.stored and case.permuted:
             order = torch.randperm(len(valid), generator=random)
             valid, start = valid[order], start[order]
         ids, free = free[: len(valid)], free[len(valid) :]

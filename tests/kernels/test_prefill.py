@@ -145,12 +145,18 @@ DENSE = [
     (Case("heads-14-2", (100, 40), (37, 40), (14, 2), 16), [(0, 0, 32, 32), (1, 37, 32, 0)]),
     (Case("units-of-8", (90, 50), (40, 50), page=24), [(0, 0, 32, 32), (1, 40, 48, 0)]),
     (Case("tables-layer", (90, 50), (40, 50), tables="layer"), [(0, 0, 32, 32), (1, 40, 48, 0)]),
+    (Case("holes", (75,), (75,), segments=(13, 30, 7), stored=True, permuted=False), [(0, 0, 64, 0)]),
+    (Case("holes-chunk", (100,), (40,), segments=(13, 30), stored=True, permuted=False), []),
+    (Case("holes-mixed", (40, 33, 100, 0, 64), (40, 2, 37, 0, 64), padding=4, page=24, segments=(10, 30), stored=True,
+          permuted=False), [(0, 0, 32, 0), (4, 79, 64, 0)]),
 ]  # fmt: skip
 """Cases and their parts (sequence, first row, rows, context) in the small grains of the tests."""
 
 
 def known(case):
-    """What the host knows of a case."""
+    """What the host knows of a case; nothing where tokens lie in any order."""
+    if case.stored and case.permuted:
+        return {}
     counts = list(case.queries)
     return {"counts": counts, "contexts": [n - count for n, count in zip(case.tokens, counts, strict=True)]}
 
