@@ -38,8 +38,9 @@ from octavo.core.memory.transfer_costs import PageCosts
 from octavo.core.memory.virtual_memory import DriverError
 from octavo.core.outputs import Completion, EngineStats, StepOutput
 from octavo.core.policies import ALLOCATORS
+from octavo.core.request import Request
 from octavo.core.scheduler import Scheduler, StepPlan
-from octavo.core.sequence import NEVER, Request
+from octavo.core.sequence import NEVER
 from octavo.core.sequence import Sequence as TokenSequence
 from octavo.core.serving.detokenizer import Detokenizer
 from octavo.core.serving.generation import finish, generate
@@ -534,9 +535,9 @@ class Engine:
 
     def _take(self, sequence: TokenSequence, token: int) -> StepOutput:
         """Make news of a drawn token, and end the sample if it is the last."""
-        params, generated = sequence.request.params, sequence.generated
-        enough = generated >= params.min_tokens
-        ends = enough and (token in params.stop_token_ids or (token in self._eos and not params.ignore_eos))
+        request, params = sequence.request, sequence.request.params
+        enough = sequence.generated >= params.min_tokens
+        ends = enough and token in request.ending
         text = ""
         if sequence.detokenizer is not None and (not ends or params.include_stop):
             text = sequence.detokenizer.add(token, search=enough)
@@ -544,12 +545,12 @@ class Engine:
         marker = None if sequence.detokenizer is None else sequence.detokenizer.marker
         if ends or (sequence.detokenizer is not None and sequence.detokenizer.stopped):
             reason = "stop"
-        elif generated == params.max_tokens or len(sequence.tokens) == self._max_tokens:
+        elif len(sequence.tokens) == request.limit:
             reason = "length"
-        elif marker is not None or token in sequence.request.markers:
+        elif marker is not None or token in request.markers:
             reason = MARKER
         if reason is None:
-            return StepOutput(sequence.request.request_id, sequence.sample, [token], text)
+            return StepOutput(request.request_id, sequence.sample, [token], text)
         output = self._finish(sequence, reason)
         output.new_token_ids.insert(0, token)
         output.new_text = text + output.new_text

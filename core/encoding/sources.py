@@ -33,7 +33,8 @@ from octavo.core.memory.page_pool import PagePool, Pages, Units
 from octavo.core.memory.prefix_cache import Node, Parent, PrefixCache
 
 if TYPE_CHECKING:
-    from octavo.core.sequence import Request, Sequence
+    from octavo.core.request import Request
+    from octavo.core.sequence import Sequence
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class DraftRule:
     """How a request drafts: up to ``most`` tokens a round under ``method``, in sequences of more than ``beyond`` tokens
-    (shorter ones are read whole), and never past ``max_tokens`` of them.
+    (shorter ones are read whole).
 
     ``forced_acceptance``: a draft is right with this probability, whatever was drawn, so that time can be measured on
     weights that mean nothing; the tokens are then not those of dense decoding.
@@ -50,7 +50,6 @@ class DraftRule:
     method: SparseMethod
     most: int
     beyond: int
-    max_tokens: int
     forced_acceptance: float | None = None
 
 
@@ -68,12 +67,12 @@ class Drafts:
         """Drafts of a whole round; 0 where nobody drafts."""
         return 0 if self.rule is None else self.rule.most
 
-    def wanted(self, known: int, max_known: int) -> bool:
-        """Whether one more is worth decoding behind ``known`` tokens, of which there will be at most ``max_known``: the
-        last token of all has no use for a draft."""
+    def room(self, known: int, limit: int) -> int:
+        """How many are worth decoding behind ``known`` tokens, of which there will be at most ``limit``: the last token
+        of all has no use for a draft."""
         if self.rule is None or self.called or known <= self.rule.beyond:
-            return False
-        return len(self.tokens) < min(self.rule.most, min(max_known, self.rule.max_tokens) - known - 1)
+            return 0
+        return min(self.rule.most, limit - known - 1)
 
     def cut(self, count: int) -> None:
         """Forget all but the first ``count``, and verify those."""

@@ -40,8 +40,9 @@ from octavo.core.memory.digests import DigestStore
 from octavo.core.memory.host_tier import HostTier
 from octavo.core.memory.layer_groups import LayerPlan
 from octavo.core.memory.page_pool import PagePool
+from octavo.core.request import Request
 from octavo.core.scheduler import Chunk, Scheduler, StepPlan
-from octavo.core.sequence import Request, Sequence
+from octavo.core.sequence import Sequence
 from octavo.core.uploads import Download, upload
 from octavo.kernels.zero_copy import VirtualRows
 

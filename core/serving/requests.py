@@ -16,7 +16,8 @@ from octavo.core.hosting.refusals import hosting_of, require_host_room, require_
 from octavo.core.interfaces import Drafter, SegmentReuse, SparseMethod
 from octavo.core.memory.page_layout import PageLayout
 from octavo.core.memory.prefix_cache import root_key
-from octavo.core.sequence import Request, Sequence
+from octavo.core.request import Request
+from octavo.core.sequence import Sequence
 from octavo.core.shared_list import SharedList
 
 if TYPE_CHECKING:
@@ -108,7 +109,7 @@ def new_request(
     if isinstance(method, Drafter):
         most = min(method.drafts, engine.config.step_tokens - 1)  # they are verified in one step
         beyond = engine._runner.whole_tokens(method.draft)
-        rule = DraftRule(method.draft, most, beyond, engine._max_tokens, method.forced_acceptance)
+        rule = DraftRule(method.draft, most, beyond, method.forced_acceptance)
         method = None
     arrival = engine._arrivals
     while request_id is None and f"request-{arrival}" in engine._requests:
@@ -125,6 +126,8 @@ def new_request(
         root=root_key([] if salt is None else [("salt", salt)]),
         layout=layout,
         unforked=params.n - 1,
+        max_model_tokens=engine._max_tokens,
+        eos_token_ids=engine._eos,
         compressor=getattr(method, "compressor", None),
         unseen_tokens=unseen_tokens,
         hosting=None if method is None else hosting_of(method, engine),

@@ -17,8 +17,9 @@ from octavo.core.encoding.pieces import reused
 from octavo.core.encoding.reusing import extended
 from octavo.core.interfaces import SegmentReuse, SparseMethod
 from octavo.core.outputs import Completion, StepOutput
-from octavo.core.sequence import Request, SparseSpan
+from octavo.core.request import Request
 from octavo.core.sequence import Sequence as TokenSequence
+from octavo.core.sequence import SparseSpan
 from octavo.core.serving.producing import Produced, Producer, TurnState, checked, refusal
 from octavo.core.serving.requests import new_request, require_room
 from octavo.core.serving.turn import MARKER, Turn

@@ -7,7 +7,7 @@ from typing import Any
 
 from octavo.core.config import SamplingParams
 from octavo.core.outputs import Completion, Sample, TokenLogprobs
-from octavo.core.sequence import Request
+from octavo.core.request import Request
 
 MARKER = "marker"
 """Why a leg ends that another follows. No user sees it."""

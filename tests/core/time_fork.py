@@ -13,7 +13,8 @@ from octavo.core.memory.page_layout import PageLayout
 from octavo.core.memory.page_pool import PagePool
 from octavo.core.memory.prefix_cache import PrefixCache, root_key
 from octavo.core.policies import ALLOCATORS, EVICTIONS, FixedPages
-from octavo.core.sequence import Request, Sequence
+from octavo.core.request import Request
+from octavo.core.sequence import Sequence
 from octavo.core.shared_list import SharedList
 
 TOKENS, PAGE, FORKS = 131_072, 16, 2_000
@@ -23,9 +24,8 @@ def long_sequence() -> tuple[PagePool, Sequence]:
     """A sequence whose pages are all computed and findable."""
     pool = PagePool(ALLOCATORS["stack"](2 * TOKENS // PAGE), EVICTIONS["lru"](), PrefixCache())
     prompt = np.random.default_rng(0).integers(0, 50_000, TOKENS).tolist()
-    request = Request(
-        "long", prompt, SamplingParams(), None, 0, 0, 0, root_key(), PageLayout([], {"text": FixedPages(PAGE)}, PAGE), 0
-    )
+    layout = PageLayout([], {"text": FixedPages(PAGE)}, PAGE)
+    request = Request("long", prompt, SamplingParams(), None, 0, 0, 0, root_key(), layout, 0, 2 * TOKENS, frozenset())
     sequence = Sequence(request, 0, SharedList(prompt), pool, LayerPlan.of((0,)))
     sequence.table.append(pool.allocate(TOKENS // PAGE))
     parent = request.root
