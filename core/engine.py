@@ -19,9 +19,11 @@ from octavo.core.config import EngineConfig, SamplingParams
 from octavo.core.encoding.encoded_items import EncodedItems
 from octavo.core.encoding.items import image_encoder, with_image_pages
 from octavo.core.encoding.reusing import compare_images, validate_reuse
+from octavo.core.execution.decode_batch import DecodeBatch
 from octavo.core.execution.drafts import take_drawn
 from octavo.core.execution.flight import Flight, Row
 from octavo.core.execution.forking import fork_samples
+from octavo.core.execution.publisher import Publisher
 from octavo.core.execution.sampler import Draw, record_known, sample
 from octavo.core.execution.step_runner import StepRunner
 from octavo.core.hf_model import HFModel, load
@@ -32,15 +34,14 @@ from octavo.core.inspection.trace_recorder import TraceRecorder
 from octavo.core.interfaces import ModelSpec, SegmentEncoder, SegmentReuse, SparseMethod
 from octavo.core.memory.layer_groups import LayerPlan
 from octavo.core.memory.page_layout import PageLayout
-from octavo.core.memory.page_pool import PagePool, Units
-from octavo.core.memory.prefix_cache import Node, PrefixCache
+from octavo.core.memory.page_pool import PagePool
+from octavo.core.memory.prefix_cache import PrefixCache
 from octavo.core.memory.transfer_costs import PageCosts
 from octavo.core.memory.virtual_memory import DriverError
 from octavo.core.outputs import Completion, EngineStats, StepOutput
 from octavo.core.policies import ALLOCATORS
 from octavo.core.request import Request
-from octavo.core.scheduler import Scheduler, StepPlan
-from octavo.core.sequence import NEVER
+from octavo.core.scheduler import Scheduler
 from octavo.core.sequence import Sequence as TokenSequence
 from octavo.core.serving.detokenizer import Detokenizer
 from octavo.core.serving.generation import finish, generate
@@ -50,14 +51,12 @@ from octavo.core.serving.requests import accept, validate_method
 from octavo.core.serving.scoring import score_many
 from octavo.core.serving.session import Session
 from octavo.core.serving.turn import MARKER
+from octavo.core.step_plan import StepPlan
 
 if TYPE_CHECKING:
     from octavo.core.inspection.page_watch import PageWatch
 
 log = logging.getLogger(__name__)
-
-UNREAD = -1
-"""Stands in ``Sequence.tokens`` for a token that the device has and the host does not know yet."""
 
 
 class Engine:
@@ -121,10 +120,14 @@ class Engine:
             unit_bytes=kv[0].nbytes,
             growable=self._memory.max_units - self._memory.units,
             grow=self._grow,
-            on_evict=None if self._host is None else self._demote,
+            on_evict=None if self._host is None else lambda *page: self._publisher.demote(*page),
         )
+        self._publisher = Publisher(
+            self._pool, self._plan, self.costs, self._host, self.config.prefix_cache,
+            lambda key, sequence: self._scheduler.published(key, sequence),
+        )  # fmt: skip
         self._items = EncodedItems(encoder, self._model, self.config.encode_tokens, self.config.step_tokens)
-        publish = self._make_findable
+        publish = self._publisher.make_findable
         self._scheduler = Scheduler(self.config, self._pool, self._plan, publish, self._host, self._items)
         self._runner = StepRunner(
             self._model, self.config, kv, backend, execution, self._pool, self._plan, entries, self._host, self._items
@@ -251,7 +254,7 @@ class Engine:
         try:
             self._productions.deliver()
             following = self._following()
-            if following:
+            if following is not None:
                 self._look_ahead(following)
             else:
                 self._land_pending()
@@ -289,41 +292,38 @@ class Engine:
             raise RuntimeError(f"no progress is possible: {capacity_report.queues(self)}")
         compare_images(self, plan.compared)
 
-    def _following(self) -> list[TokenSequence]:
-        """Who is sure to take part in the next step, if it can be planned before the tokens of the last one are read:
-        all that decoded in it and whose bounds allow one more token, while nobody else has anything to do."""
+    def _following(self) -> DecodeBatch | None:
+        """The next step's batch, if it is sure before the tokens of the last one are read: all that decoded in it and
+        whose bounds allow one more token, while nobody else has anything to do."""
         if self._flight is None or (self.recorder is not None and self.recorder.reads_tokens):
-            return []
-        alive = [c.sequence for c in self._flight.chunks if c.sequence.finish_reason is None]
-        if any(s.undecided for s in alive):
-            return []
-        following = [s for s in alive if s.drafting or s.generated + 1 < s.request.params.max_tokens]
-        following = [s for s in following if len(s.tokens) + 1 < self._max_tokens]
-        sure = self._scheduler.nobody_else(len(alive), following) and self._runner.carries(following)
-        return following if sure else []
+            return None
+        alive = self._flight.batch.alive()
+        batch = alive.following()
+        if batch is None or not self._scheduler.nobody_else(len(alive), batch):
+            return None
+        return batch if self._runner.carries(batch) else None
 
-    def _look_ahead(self, following: list[TokenSequence]) -> None:
+    def _look_ahead(self, batch: DecodeBatch) -> None:
         """Let the device begin the next step, and only then read the tokens of the last one.
 
-        Until then ``UNREAD`` stands where they belong. Who turns out to have ended with its token has been computed
-        once too often; nobody sees what came of it.
+        Who turns out to have ended with its token has been computed once too often; nobody sees what came of it.
         """
         before, self._flight = self._flight, None
         assert before is not None
-        known = [sequence for sequence in following if not sequence.drafting]  # drafts have their place already
         try:
-            for sequence in known:
-                sequence.tokens.append(UNREAD)
-            plan = self._scheduler.decode(following)
+            plan = self._scheduler.decode(batch)
             self._runner.copies.queue(plan.copies)
-            self._next(plan)
+            self._launch(plan)
         except BaseException:
-            for sequence in known:
-                sequence.tokens.remove_last()
-                sequence.computed = min(sequence.computed, len(sequence.tokens))
             self._flight = before
             raise
         self._land(before)
+
+    def _launch(self, plan: StepPlan) -> None:
+        assert plan.batch is not None
+        self._flight = self._runner.launch(plan, self._scheduler)
+        self._steps += 1
+        plan.batch.settle()
 
     def _land_pending(self) -> None:
         """Let nothing be under way."""
@@ -333,37 +333,39 @@ class Engine:
 
     def _land(self, flight: Flight) -> None:
         """Read a flight's tokens and make news of them."""
-        for chunk, token in zip(flight.chunks, self._runner.land(flight), strict=True):
-            sequence = chunk.sequence
+        batch, tokens = flight.batch, self._runner.land(flight)
+        looks, drafting = batch.needs_look(tokens).tolist(), batch.drafting.tolist()
+        drawn, full = [], []
+        for sequence, token, look, draft in zip(batch.sequences, tokens.tolist(), looks, drafting, strict=True):
             if sequence.finish_reason is not None:
                 continue
-            if chunk.draft:
-                sequence.drafts.tokens[chunk.end - len(sequence.tokens)] = token
+            if draft:
+                sequence.drafts.read(token)
                 continue
-            sequence.drafts.begin()
-            if len(sequence.tokens) == chunk.end:
-                sequence.tokens.append(token)
-            else:
-                sequence.tokens.replace_last(token)
+            sequence.tokens.append(token)
             if sequence.computed >= sequence.full_at:
-                self._publish(sequence)
-            self._undelivered.append(self._take(sequence, token))
+                full.append(sequence)
+            drawn.append((sequence, token, look))
+        if full:
+            self._publisher.publish(full)
+        for sequence, token, look in drawn:
+            if look:
+                sequence.drafts.begin()
+                self._undelivered.append(self._take(sequence, token))
+            else:
+                self._undelivered.append(StepOutput(sequence.request.request_id, sequence.sample, [token], ""))
 
     def _pass(self, plan: StepPlan) -> None:
         """Compute a plan, publish what it filled and take the tokens it yields; news go to ``_undelivered``."""
-        if not plan.ahead:
-            for request, error in self._items.encode(plan.chunks):
-                self._abort(request, error)
-            plan.chunks = [chunk for chunk in plan.chunks if chunk.sequence.finish_reason is None]
-            if not plan.chunks:
-                return
-        if plan.ahead or self._runner.replays(plan):
-            self._flight = self._runner.launch(plan, self._scheduler)
-            self._steps += 1
-            for chunk in plan.chunks:
-                chunk.settle()
-                if chunk.draft:
-                    chunk.sequence.drafts.tokens.append(UNREAD)
+        for request, error in self._items.encode(plan.chunks):
+            self._abort(request, error)
+        for sequence in [chunk.sequence for chunk in plan.chunks if chunk.sequence.finish_reason is not None]:
+            plan.leave_out(sequence)
+        if not plan.chunks:
+            return
+        plan.batch = self._runner.batch_of(plan.chunks)
+        if plan.batch is not None:
+            self._launch(plan)
             return
         began = time.perf_counter()
         try:
@@ -375,7 +377,7 @@ class Engine:
         try:
             for chunk in plan.chunks:
                 chunk.settle()
-                self._publish(chunk.sequence)
+            self._publisher.publish(chunk.sequence for chunk in plan.chunks)
             self._compaction.run([chunk.sequence for chunk in plan.chunks])
             self._read_logits(logits, rows)
             self.costs.observe(((chunk.count, chunk.start) for chunk in plan.chunks), time.perf_counter() - began)
@@ -469,49 +471,6 @@ class Engine:
         if self.tokenizer is not None and request.streamed and not sequence.forced:
             params, markers = request.params, tuple(marker for marker in request.markers if isinstance(marker, str))
             sequence.detokenizer = Detokenizer(self.tokenizer, tuple(params.stop), params.include_stop, markers)
-
-    def _publish(self, sequence: TokenSequence) -> None:
-        """Make the pages that a step has filled findable."""
-        if not self.config.prefix_cache:
-            sequence.full_at = NEVER
-            return
-        index, request = self._pool.index, sequence.request
-        done, full = len(sequence.nodes), sequence.findable_pages(sequence.computed)
-        sequence.full_at = sequence.layout.end_token(full)
-        if full == done:
-            return
-        keys = sequence.keys(full)
-        for number, content in enumerate(sequence.contents(done, full), done):
-            parent = sequence.nodes[-1] if sequence.nodes else request.root
-            node = index.enter(keys[number], parent, *content, lent=sequence.layout.lent(number))
-            for group, table in enumerate(sequence.tables):
-                (page,) = table.pages(number, number + 1).tolist()
-                if page not in index:
-                    self._make_findable(page, node, group, request.priority)
-            sequence.nodes.append(node)
-            self._scheduler.published(keys[number], sequence)
-        if sequence.shelf is not None:
-            self._pool.unchain(sequence.table.pages(done, full))
-
-    def _make_findable(self, page: int, node: Node, group: int, priority: int) -> None:
-        """Publish a page. Behind a window it may be evicted before what comes after it."""
-        self._pool.publish(
-            page,
-            node,
-            group,
-            chained=not self._plan.groups[group].window,
-            priority=priority,
-            recompute_s=self.costs.recompute_seconds(node.end - node.start, node.start),
-        )
-
-    def _demote(self, units: Units, node: Node, group: int) -> None:
-        """Let the host tier have a page that is being evicted, if bringing it back is cheaper than computing it, or if
-        pages that are there can only be reached through it: of a chain the tail goes first, and costs most."""
-        assert self._host is not None
-        nbytes = len(units) * self._runner.kv[0].nbytes
-        needed = not self._plan.groups[group].window and self._host.leads_on(node, group)
-        if node.host[group] or needed or self.costs.restore_is_cheaper(nbytes, node.end - node.start, node.start):
-            self._host.store(units, node, group)
 
     def _read_logits(self, logits: torch.Tensor, rows: list[Row]) -> None:
         """Record known tokens' log-probabilities, fork the samples of finished prompts, draw, judge drafts, and see who

@@ -4,86 +4,26 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from octavo.core.config import EngineConfig
 from octavo.core.encoding.sources import find_nodes, lent_entries, place_loans
+from octavo.core.execution.decode_batch import DecodeBatch
 from octavo.core.inspection.trace_recorder import TraceRecorder
+from octavo.core.memory.block_table import append_page
 from octavo.core.memory.host_tier import HostTier
 from octavo.core.memory.layer_groups import LayerPlan
-from octavo.core.memory.page_pool import PagePool, Units
+from octavo.core.memory.page_pool import PagePool
 from octavo.core.memory.prefix_cache import Node, PageKey
 from octavo.core.prefix_match import PrefixMatch, match_prefix
 from octavo.core.sequence import Sequence
 from octavo.core.shared_list import SharedList
+from octavo.core.step_plan import Chunk, StepPlan
 
 if TYPE_CHECKING:
     from octavo.core.encoding.encoded_items import EncodedItems
-
-
-@dataclass
-class Chunk:
-    """Tokens ``start`` to ``start + count`` of a sequence, to be computed in one step. ``draft``: the token that this
-    yields is a draft, and the KV counts for nothing."""
-
-    sequence: Sequence
-    start: int
-    count: int
-    draft: bool = False
-
-    @property
-    def end(self) -> int:
-        return self.start + self.count
-
-    @property
-    def token_ids(self) -> list[int]:
-        return self.sequence.token_ids(self.start, self.end)
-
-    @property
-    def verifies(self) -> bool:
-        """Whether its last tokens are drafts, to be verified."""
-        return not self.draft and self.end > len(self.sequence.tokens)
-
-    def settle(self) -> None:
-        """It is computed: its KV stands as far as its tokens are known."""
-        if self.draft:
-            return
-        counts, drafts = self.sequence.drafts.counts, max(0, self.end - len(self.sequence.tokens))
-        counts.verifications += drafts > 0
-        counts.drafted += drafts
-        self.sequence.computed = self.end - drafts
-
-    @property
-    def in_blocks(self) -> bool:
-        """Whether a prefill pattern chooses what it reads, a block of queries at a time."""
-        span = self.sequence.sparse_span(self.start)
-        return span is not None and span.block > 1
-
-
-@dataclass
-class StepPlan:
-    """What one step computes. ``copies`` are (source, destination) units int32 [k, 2] of a page each, to be copied in
-    order before the pass, or (source, destination, delta) int32 [k, 3], whose keys move by delta positions;
-    ``stranded`` sequences are alone and still do not fit; of those ``compared`` the step finds out which tokens of
-    their images are to be computed.
-
-    ``ahead``: made while the tokens of the step before are not known yet; then ``grown`` are the only sequences whose
-    tables have changed since that step."""
-
-    chunks: list[Chunk] = field(default_factory=list)
-    copies: list[Units] = field(default_factory=list)
-    preempted: list[Sequence] = field(default_factory=list)
-    stranded: list[Sequence] = field(default_factory=list)
-    compared: list[Sequence] = field(default_factory=list)
-    ahead: bool = False
-    grown: list[Sequence] = field(default_factory=list)
-
-    @property
-    def tokens(self) -> int:
-        return sum(chunk.count for chunk in self.chunks)
 
 
 class Scheduler:
@@ -112,6 +52,8 @@ class Scheduler:
         self._publish = publish
         self._host = host
         self._items = items
+        self._page_tokens = config.text_page_tokens
+        self._page_units = self._page_tokens // config.unit_tokens * plan.slices
         self._step = 0
         self._computing: dict[PageKey, Sequence] = {}
         self.waiting: list[Sequence] = []
@@ -222,14 +164,16 @@ class Scheduler:
             self.recorder.planned(self._pool.evictions)
         return plan
 
-    def nobody_else(self, running: int, sequences: list[Sequence]) -> bool:
-        """Whether the next plan is one more token of each of these and nothing else: nobody waits, no more than so many
-        run, and there is room."""
+    def nobody_else(self, running: int, batch: DecodeBatch) -> bool:
+        """Whether the next plan is ``batch`` and nothing else: nobody waits, no more than so many run, and there is
+        room."""
         if self.waiting or len(self.running) != running:
             return False
-        return sum(s.units_for(1) for s in sequences if s.frontier >= s.writable) <= self._pool.available
+        fresh, others = self._turning(batch)
+        units = len(fresh) * self._page_units + sum(sequence.units_for(1) for sequence in others)
+        return units <= self._pool.available
 
-    def decode(self, sequences: list[Sequence]) -> StepPlan:
+    def decode(self, batch: DecodeBatch) -> StepPlan:
         """The plan that ``schedule`` would make if there is ``nobody_else``, without looking around: most sequences
         have room in their last page, and there is nothing to do for those."""
         assert self.recorder is None or not self.recorder.reads_tokens, "some tokens are not known yet"
@@ -237,18 +181,38 @@ class Scheduler:
         self._pool.book.clock = self._step
         if self.recorder is not None:
             self.recorder.stepping(self._step, self._pool.evictions)
-        plan = StepPlan(ahead=True)
-        windowed = any(group.window for group in self._plan.groups)
-        for sequence in sequences:
-            if sequence.frontier < sequence.writable and not windowed:
-                plan.chunks.append(Chunk(sequence, sequence.frontier, 1, sequence.drafting))
-                sequence.served_at = self._step
-            else:
-                self._serve(sequence, 1, plan)
-                plan.grown.append(sequence)
+        fresh, others = self._turning(batch)
+        plan = StepPlan(batch=batch, ahead=True, grown=[*fresh, *others])
+        if fresh:
+            self._pool.prepare(len(fresh) * self._page_units)
+            append_page([sequence.table for sequence in fresh], self._pool, self._page_units)
+        for sequence in fresh:
+            sequence.writable += self._page_tokens
+        for sequence in others:
+            sequence.drop_unseen()
+            self._pool.prepare(sequence.units_for(1))
+            self._take_pages(sequence, 1, plan)
+        if plan.grown:
+            batch.turns[batch.turning] = [batch.sequences[row].turn for row in batch.turning.tolist()]
+        for sequence in batch.sequences:
+            sequence.served_at = self._step
         if self.recorder is not None:
+            for sequence in plan.grown:
+                if not sequence.drafting:
+                    self.recorder.placed(sequence, sequence.frontier + 1)
             self.recorder.planned(self._pool.evictions)
         return plan
+
+    def _turning(self, batch: DecodeBatch) -> tuple[list[Sequence], list[Sequence]]:
+        """Those of a batch that take one more page of text and nothing else, and those whose pages change otherwise."""
+        fresh: list[Sequence] = []
+        others: list[Sequence] = []
+        windowed = any(group.window for group in self._plan.groups)
+        for row in batch.turning.tolist():
+            sequence = batch.sequences[row]
+            plain = sequence.writable == sequence.table.n_pages * self._page_tokens and sequence.layout.uniform
+            (fresh if plain and not windowed else others).append(sequence)
+        return fresh, others
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence that holds no pages."""
@@ -471,20 +435,25 @@ class Scheduler:
     def _place(self, sequence: Sequence, count: int, plan: StepPlan) -> None:
         """Give a chunk its pages and put it in the plan."""
         assert count > 0, "a chunk has tokens"
-        layout, draft = sequence.layout, sequence.drafting
+        draft = sequence.drafting
         if sequence.drafts.tokens and not draft:
             sequence.drafts.cut(count - 1)
-        stop = sequence.frontier + count
-        first, last = sequence.first_written(count), layout.pages_for(stop)
+        self._take_pages(sequence, count, plan)
+        for start, end in sequence.pieces(count):
+            plan.add(Chunk(sequence, start, end - start, draft))
+        if self.recorder is not None and not draft:
+            self.recorder.placed(sequence, min(sequence.frontier + count, len(sequence.tokens)))
+        sequence.served_at = self._step
+
+    def _take_pages(self, sequence: Sequence, count: int, plan: StepPlan) -> None:
+        """Let a sequence have the pages, of its own, that its next ``count`` tokens are written to."""
+        layout = sequence.layout
+        first, last = sequence.first_written(count), layout.pages_for(sequence.frontier + count)
         for table in sequence.tables:
             if first < table.n_pages and table.copy_needed(first):
                 plan.copies.append(table.copy_on_write(first))
             table.extend(last, layout)
         sequence.writable = layout.first_token(last)
-        plan.chunks += [Chunk(sequence, start, end - start, draft) for start, end in sequence.pieces(count)]
-        if self.recorder is not None and not draft:
-            self.recorder.placed(sequence, min(stop, len(sequence.tokens)))
-        sequence.served_at = self._step
 
     def _end_sources(self) -> None:
         """Park the sources that are done, for who waits for them; nobody needs the others any more."""
@@ -508,7 +477,7 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence, plan: StepPlan) -> None:
         """Preempt a sequence while planning: its chunk, if it has one, leaves the plan."""
-        plan.chunks = [chunk for chunk in plan.chunks if chunk.sequence is not sequence]
+        plan.leave_out(sequence)
         plan.compared = [other for other in plan.compared if other is not sequence]
         plan.preempted.append(sequence)
         self.preempt(sequence)

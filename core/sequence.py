@@ -173,16 +173,24 @@ class Sequence:
         )
 
     @property
-    def undecided(self) -> bool:
-        """Whether what it computes after the token that is under way depends on that token: drafts begin, or are
-        verified."""
-        rule = self.drafts.rule
-        return rule is not None and len(self.tokens) >= rule.beyond and not self.drafting
-
-    @property
     def frontier(self) -> int:
         """The next token to compute: the first without exact KV, or while more drafts are wanted, the last of them."""
         return self.computed + len(self.drafts.tokens) if self.drafting else self.computed
+
+    @property
+    def turn(self) -> int:
+        """The first position at which its tables change: it has no place for the token, or a window has passed a
+        page."""
+        turns = [self.writable]
+        for group, table in zip(self._groups, self.tables, strict=True):
+            if group.window and table.first_page < table.n_pages:
+                turns.append(self.layout.end_token(table.first_page) + group.window - 1)
+        return min(turns)
+
+    @property
+    def is_followed(self) -> bool:
+        """Whether somebody looks at each of its tokens: at its text, or for a marker."""
+        return self.detokenizer is not None or bool(self.request.markers)
 
     def token_ids(self, start: int, stop: int) -> list[int]:
         """Tokens ``start`` to ``stop`` (exclusive), drafts included."""
@@ -404,12 +412,16 @@ class Sequence:
 
     def keys(self, pages: int) -> list[PageKey]:
         """Keys of the first ``pages`` pages; a page's key never changes once it is full."""
-        known = len(self._keys)
-        parent = self._keys[-1] if known else self.request.root
-        for content in self.contents(known, pages):
-            parent = page_key(parent, *content)
-            self._keys.append(parent)
+        for _ in self.keyed(len(self._keys), pages):
+            pass
         return self._keys[:pages]
+
+    def keyed(self, first: int, stop: int) -> Iterator[tuple[PageKey, tuple[NDArray[np.int32], str, Tags]]]:
+        """Keys and contents of the full pages ``first`` to ``stop`` (exclusive); those in front have their keys."""
+        for page, content in enumerate(self.contents(first, stop), first):
+            if len(self._keys) == page:
+                self._keys.append(page_key(self._keys[-1] if page else self.request.root, *content))
+            yield self._keys[page], content
 
     def adopt_prefix(self, parent: Sequence) -> None:
         """Start where ``parent`` is: share its pages, its keys and what is known of its prompt."""

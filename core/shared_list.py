@@ -61,14 +61,6 @@ class SharedList(Sequence[T]):
     def append(self, item: T) -> None:
         self._own.append(item)
 
-    def replace_last(self, item: T) -> None:
-        """Put another item in place of the last, which no fork has seen."""
-        self._own[-1] = item
-
-    def remove_last(self) -> None:
-        """Take the last item away, which no fork has seen."""
-        del self._own[-1]
-
     def fork(self) -> SharedList[T]:
         """A list of the same items; what this one has of its own so far is shared from now on."""
         if self._own:

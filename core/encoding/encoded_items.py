@@ -17,8 +17,8 @@ from octavo.core.hf_model import HFModel
 from octavo.core.interfaces import SegmentEncoder
 from octavo.core.memory.prefix_cache import Tags
 from octavo.core.request import Request
-from octavo.core.scheduler import Chunk
 from octavo.core.sequence import Sequence as TokenSequence
+from octavo.core.step_plan import Chunk
 
 
 @dataclass

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from octavo.core.encoding.pieces import reused
 from octavo.core.interfaces import PagePolicy, SegmentReuse
 from octavo.core.memory.page_layout import PageLayout, Segment
-from octavo.core.scheduler import Chunk
+from octavo.core.step_plan import Chunk
 
 if TYPE_CHECKING:
     from octavo.core.engine import Engine

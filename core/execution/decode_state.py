@@ -6,11 +6,12 @@ from collections.abc import Sequence as Sequential
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.core.execution.device_tables import DeviceTables
-from octavo.core.scheduler import Chunk
+from octavo.core.execution.decode_batch import DecodeBatch
 from octavo.core.sequence import Sequence
+from octavo.core.step_plan import Chunk
 from octavo.core.uploads import upload
 
 FLOATS = ("temperature", "top_p", "min_p")
@@ -38,67 +39,80 @@ class DecodeState:
         for name in INTS:
             dtype = torch.int32 if name in ("lengths", "top_k") else torch.int64
             self.fields[name] = torch.zeros(rows, dtype=dtype, device=device)
-        self._decoding: list[int] = []
-        self._known: dict[Sequence, tuple[int, int]] = {}
+        self._sequences: list[Sequence] = []
+        self._decoding: NDArray[np.int64] = np.empty(0, np.int64)
+        self._known: dict[Sequence, int] = {}
+        self._at = np.zeros(rows, np.int64)
 
     def forget(self) -> None:
         """The rows may hold anything: write them anew before the next step."""
-        self._known, self._decoding = {}, [-1]
+        self._sequences, self._known, self._decoding = [], {}, np.full(1, -1)
 
     def leave_out(self, chunks: Sequential[Chunk]) -> None:
         """These are computed by other means. Where they stand does not tell: drafts may end where they have begun."""
+        self._sequences = []
         for chunk in chunks:
             self._known.pop(chunk.sequence, None)
 
-    def carries(self, sequences: Sequential[Sequence]) -> bool:
-        """Whether the device can go on with these sequences without a word from the host."""
-        known = self._known
-        return all(sequence in known and known[sequence][1] == sequence.frontier for sequence in sequences)
+    def carries(self, batch: DecodeBatch) -> bool:
+        """Whether the device can go on with a batch without a word from the host."""
+        rows = self._decoding
+        if batch.sequences is not self._sequences:
+            if any(sequence not in self._known for sequence in batch.sequences):
+                return False
+            rows = np.array([self._known[sequence] for sequence in batch.sequences])
+        return np.array_equal(self._at[rows], batch.starts)
 
-    def bring_in(self, chunks: Sequential[Chunk], tables: DeviceTables) -> list[int]:
-        """Make the state what a step over these chunks of one token needs; gives their rows."""
-        rows = [tables.row(chunk.sequence) for chunk in chunks]
-        if rows != self._decoding:
-            decoding = np.full(len(self.rows), -1, np.int32)
-            decoding[rows] = rows
-            self.rows.copy_(upload(decoding, self._device))
-            self._decoding = rows
-        known = self._known
-        new = [(row, c) for row, c in zip(rows, chunks, strict=True) if known.get(c.sequence) != (row, c.start)]
-        if new:
-            self._write(new)
-        self._known = {chunk.sequence: (row, chunk.end) for row, chunk in zip(rows, chunks, strict=True)}
-        return rows
+    def bring_in(self, batch: DecodeBatch, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Make the state what a step over a batch in ``rows`` int64 [n] needs; gives which of them it did not know."""
+        known = self._at[rows] == batch.starts
+        if batch.sequences is not self._sequences or rows is not self._decoding:
+            before = [self._known.get(sequence, -1) for sequence in batch.sequences]
+            known &= np.array(before) == rows
+            self._known = dict(zip(batch.sequences, rows.tolist(), strict=True))
+            if not np.array_equal(rows, self._decoding):
+                decoding = np.full(len(self.rows), -1, np.int32)
+                decoding[rows] = rows
+                self.rows.copy_(upload(decoding, self._device))
+            self._sequences, self._decoding = batch.sequences, rows
+        if not known.all():
+            self._write(batch, rows, np.flatnonzero(~known))
+        self._at[rows] = batch.starts + 1
+        return ~known
 
     def move(self, moves: Sequential[tuple[int, int]]) -> None:
         """Rows have been moved: (from, to)."""
-        source, target = (upload(np.array(side, np.int64), self._device) for side in zip(*moves, strict=True))
+        sources, targets = (np.array(side, np.int64) for side in zip(*moves, strict=True))
+        source, target = upload(sources, self._device), upload(targets, self._device)
         for field in self.fields.values():
             field[target] = field[source]
+        self._at[targets] = self._at[sources]
         to = dict(moves)
-        self._known = {sequence: (to.get(row, row), at) for sequence, (row, at) in self._known.items()}
+        self._known = {sequence: to.get(row, row) for sequence, row in self._known.items()}
+        self._sequences = []
 
-    def _write(self, new: Sequential[tuple[int, Chunk]]) -> None:
-        rows = upload(np.array([row for row, _ in new], np.int64), self._device)
-        params = [chunk.sequence.request.params for _, chunk in new]
+    def _write(self, batch: DecodeBatch, rows: NDArray[np.int64], new: NDArray[np.intp]) -> None:
+        """Write the rows of the members ``new``, whose last tokens the host knows."""
+        members = [(batch.sequences[number], int(batch.starts[number])) for number in new.tolist()]
+        params = [sequence.request.params for sequence, _ in members]
         floats = upload(
             np.array([[p.temperature, p.top_p, p.min_p] for p in params], np.float32).T.copy(), self._device
         )
         values = [
             (
-                chunk.token_ids[0],
-                signed(chunk.sequence.seed),
-                chunk.end - len(chunk.sequence.request.prompt),
-                method_seed(chunk),
-                chunk.start,
+                sequence.token_ids(start, start + 1)[0],
+                signed(sequence.seed),
+                start + 1 - len(sequence.request.prompt),
+                method_seed(sequence, start),
+                start,
                 min(p.top_k, self._vocabulary),
             )
-            for (_, chunk), p in zip(new, params, strict=True)
+            for (sequence, start), p in zip(members, params, strict=True)
         ]
-        ints = upload(np.array(values, np.int64).T.copy(), self._device)
+        ints, places = upload(np.array(values, np.int64).T.copy(), self._device), upload(rows[new], self._device)
         for names, columns in ((FLOATS, floats), (INTS, ints)):
             for name, column in zip(names, columns, strict=True):
-                self.fields[name].index_copy_(0, rows, column.to(self.fields[name].dtype))
+                self.fields[name].index_copy_(0, places, column.to(self.fields[name].dtype))
 
     def filters(self, rows: int) -> tuple[Tensor, ...]:
         """Temperature, top-k, top-p, min-p, seeds and draws of the first rows, as ``ops.sample`` takes them."""
@@ -106,9 +120,9 @@ class DecodeState:
         return tuple(self.fields[name][:rows] for name in names)
 
 
-def method_seed(chunk: Chunk) -> int:
-    """What a method that draws draws from for a chunk of one token, as a non-negative int64."""
-    span = chunk.sequence.sparse_span(chunk.start)
+def method_seed(sequence: Sequence, position: int) -> int:
+    """What a method that draws draws from for the token at a position, as a non-negative int64."""
+    span = sequence.sparse_span(position)
     return span.seed & (2**63 - 1) if span is not None else 0
 
 

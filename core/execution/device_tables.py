@@ -15,6 +15,9 @@ from octavo.core.sequence import Sequence
 from octavo.core.uploads import upload
 from octavo.kernels.layout import pack_entries
 
+Entries = tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.int64]]
+"""Units, valid counts and places of some table entries, slice by slice."""
+
 
 class DeviceTables:
     """``entries`` int32 [slices of all groups, rows, entries of the longest sequence]: a row a running sequence, packed
@@ -51,28 +54,30 @@ class DeviceTables:
     def update(self, sequences: Iterable[Sequence]) -> None:
         """Write what differs in the rows of some sequences, whose tables are the only ones that have changed."""
         stale = [s for s in sequences if any(table.stale_from < table.n_pages for table in s.tables)]
-        what: list[NDArray[np.int64]] = []
-        valid: list[NDArray[np.int32]] = []
-        where: list[NDArray[np.int64]] = []
-        written = []
-        self._widen(max((s.layout.first_entry(s.table.n_pages) for s in stale), default=0))
-        for sequence in stale:
-            first_slice = 0
-            for number, table in enumerate(sequence.tables):
+        if not stale:
+            return
+        self._widen(max(s.layout.first_entry(s.table.n_pages) for s in stale))
+        uniform = [sequence for sequence in stale if sequence.layout.uniform]
+        written: list[BlockTable] = []
+        changes: list[Entries] = []
+        first_slice = 0
+        for number in range(len(stale[0].tables)):
+            slices = stale[0].tables[number].slices
+            if uniform:
+                changes.append(self._differences(uniform, number, first_slice))
+            for sequence in stale:
+                table = sequence.tables[number]
                 if table.stale_from < table.n_pages:
-                    units, counts, at = self._difference(sequence, table, first_slice)
-                    what.append(units)
-                    valid.append(counts)
-                    where.append(at)
                     written.append(table)
-                    if number == 0 and not sequence.layout.uniform:
-                        self._write_positions(sequence)
-                first_slice += table.slices
-        if where:
-            values = pack_entries(torch.from_numpy(np.concatenate(what)), torch.from_numpy(np.concatenate(valid)))
-            device = self.entries.device
-            index = upload(np.concatenate(where), device)
-            self.entries.view(-1).index_copy_(0, index, upload(values.numpy(), device))
+                    if not sequence.layout.uniform:
+                        changes.append(self._difference(sequence, table, first_slice))
+                        if number == 0:
+                            self._write_positions(sequence)
+            first_slice += slices
+        units, counts, places = (np.concatenate(columns) for columns in zip(*changes, strict=True))
+        values = pack_entries(torch.from_numpy(units), torch.from_numpy(counts))
+        both = upload(np.stack([places, values.numpy()]), self.entries.device)  # one copy, not two
+        self.entries.view(-1).index_copy_(0, both[0], both[1].int())
         for table in written:  # only now: a copy that failed is made again
             table.stale_from = table.n_pages
 
@@ -86,21 +91,31 @@ class DeviceTables:
         if self.unit_pos is not None:
             self.unit_pos = torch.nn.functional.pad(self.unit_pos, (0, missing))
 
-    def _difference(
-        self, sequence: Sequence, table: BlockTable, first_slice: int
-    ) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.int64]]:
-        """Units, valid counts and places of the entries that differ, each of ``slices * n``."""
-        layout, table_shape = sequence.layout, self.entries.shape
+    def _differences(self, sequences: list[Sequence], number: int, first_slice: int) -> Entries:
+        """The entries that differ in table ``number`` of some sequences whose pages are all alike."""
+        layout, tables = sequences[0].layout, [sequence.tables[number] for sequence in sequences]
+        width, n = layout.page_entries(0), [table.n_pages - table.stale_from for table in tables]
+        pages = np.concatenate([table.pages(table.stale_from) for table in tables])
+        behind = np.arange(len(pages)) - np.repeat(np.cumsum(n) - n, n) + np.repeat([t.stale_from for t in tables], n)
+        rows = np.repeat([self._rows[sequence] for sequence in sequences], n) * self.entries.shape[2]
+        places = ((rows + behind * width)[:, None] + np.arange(width)).ravel()
+        units = tables[0].listed(pages, width)  # [slices, entries]
+        counts = np.where(units > 0, np.int32(layout.unit_tokens), np.int32(0))
+        return units.ravel().astype(np.int64), counts.ravel(), self._in_slices(places, first_slice, tables[0].slices)
+
+    def _difference(self, sequence: Sequence, table: BlockTable, first_slice: int) -> Entries:
+        """The same of a sequence with pages of several sizes."""
+        layout = sequence.layout
         start, stop = layout.first_entry(table.stale_from), layout.first_entry(table.n_pages)
-        units = table.entries(table.stale_from, table.n_pages, layout)  # [slices, n]
-        if layout.uniform:
-            counts = np.full(stop - start, layout.unit_tokens, np.int32)
-        else:
-            counts = layout.valid(layout.end_token(table.n_pages - 1))[start:]
-        row = self._rows[sequence] * table_shape[2] + np.arange(start, stop)
-        slices = np.arange(first_slice, first_slice + table.slices)[:, None] * (table_shape[1] * table_shape[2])
-        counts = np.where(units > 0, counts, 0)
-        return units.ravel().astype(np.int64), counts.ravel(), (slices + row).ravel()
+        units = table.entries(table.stale_from, table.n_pages, layout)
+        counts = np.where(units > 0, layout.valid(layout.end_token(table.n_pages - 1))[start:], 0)
+        places = self._rows[sequence] * self.entries.shape[2] + np.arange(start, stop)
+        return units.ravel().astype(np.int64), counts.ravel(), self._in_slices(places, first_slice, table.slices)
+
+    def _in_slices(self, places: NDArray[np.int64], first: int, slices: int) -> NDArray[np.int64]:
+        """Places of the entries of one slice in each of several."""
+        stride = self.entries.shape[1] * self.entries.shape[2]
+        return (np.arange(first, first + slices)[:, None] * stride + places).ravel()
 
     def _write_positions(self, sequence: Sequence) -> None:
         layout, table = sequence.layout, sequence.table
@@ -118,9 +133,9 @@ class DeviceTables:
     def row(self, sequence: Sequence) -> int:
         return self._rows[sequence]
 
-    def rows(self, sequences: Iterable[Sequence]) -> Tensor:
-        """Row numbers int64, on the device."""
-        return upload(np.array([self._rows[sequence] for sequence in sequences], np.int64), self.entries.device)
+    def rows(self, sequences: Iterable[Sequence]) -> NDArray[np.int64]:
+        """Row numbers."""
+        return np.array([self._rows[sequence] for sequence in sequences], np.int64)
 
     def close_gaps(self) -> list[tuple[int, int]]:
         """Move the last rows in use into free ones before them; what was moved, (from, to)."""

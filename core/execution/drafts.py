@@ -38,6 +38,10 @@ if TYPE_CHECKING:
     from octavo.core.sequence import Sequence
 
 
+UNREAD = -1
+"""Stands among drafts for one that the device has and the host does not know yet."""
+
+
 @dataclass(frozen=True)
 class DraftRule:
     """How a request drafts: up to ``most`` tokens a round under ``method``, in sequences of more than ``beyond`` tokens
@@ -73,6 +77,10 @@ class Drafts:
         if self.rule is None or self.called or known <= self.rule.beyond:
             return 0
         return min(self.rule.most, limit - known - 1)
+
+    def read(self, token: int) -> None:
+        """The first that was ``UNREAD`` is known now."""
+        self.tokens[self.tokens.index(UNREAD)] = token
 
     def cut(self, count: int) -> None:
         """Forget all but the first ``count``, and verify those."""
@@ -113,7 +121,7 @@ def take_drawn(engine: Engine, draws: list[Draw], drawn: Drawn) -> None:
             sequence.decode_steps += 1
         if draw.drafts:  # the draft in front was right, so its KV stands
             sequence.computed = len(sequence.tokens)
-            engine._publish(sequence)
+            engine._publisher.publish([sequence])
         token, right = sequence.drafts.judge(token, sequence.seed * 1_000_003 + len(sequence.tokens))
         if logprobs is not None:
             sequence.sample_logprobs.append(logprobs)

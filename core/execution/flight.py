@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from octavo.core.scheduler import Chunk
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.core.execution.decode_batch import DecodeBatch
+from octavo.core.step_plan import Chunk
 from octavo.core.uploads import Download
 
 
@@ -18,9 +22,9 @@ class Row:
 
 @dataclass(frozen=True)
 class Flight:
-    """A step that the device has been given and whose tokens nobody has read: the news of chunk i (as
+    """A step that the device has been given and whose tokens nobody has read: the news of member i of the batch (as
     ``DecodeProgram`` gives them) are in column ``rows[i]``."""
 
-    chunks: list[Chunk]
-    rows: list[int]
+    batch: DecodeBatch
+    rows: NDArray[np.int64]
     news: Download

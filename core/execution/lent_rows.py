@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.core.scheduler import Chunk
+from octavo.core.step_plan import Chunk
 from octavo.core.uploads import upload
 from octavo.kernels.zero_copy import VirtualRows
 

@@ -75,18 +75,17 @@ class RunFinder:
         if gone:
             self._asked = None
 
-    def find(self, batch: Sequential[tuple[Sequence, int]]) -> SharedRuns | None:
-        """The runs of (sequence, position of its query), in the order of the batch; None if nothing is worth sharing.
+    def find(self, sequences: list[Sequence], positions: Sequential[int] | NDArray[np.int64]) -> SharedRuns | None:
+        """The runs of sequences with queries at these positions, in their order; None if nothing is worth sharing.
 
         Every query stands behind the pages that its sequence comes in with, and so behind every run.
         """
-        sequences = [sequence for sequence, _ in batch]
         if sequences != self._asked:
-            for sequence, position in batch:
+            for sequence, position in zip(sequences, positions, strict=True):
                 if sequence not in self._known:
-                    self._come_in(sequence, position)
+                    self._come_in(sequence, int(position))
             self._answer = self._choose(sequences)
-            self._asked = sequences
+            self._asked = list(sequences)
         return self._answer
 
     def _come_in(self, sequence: Sequence, position: int) -> None:
@@ -101,6 +100,8 @@ class RunFinder:
             self._order[at + 1].common = _common(pages, self._order[at + 1].pages)
 
     def _choose(self, sequences: list[Sequence]) -> SharedRuns | None:
+        if not any(known.common for known in self._order):
+            return None
         row_of = {sequence: row for row, sequence in enumerate(sequences)}
         rows, common = [], []
         least = 0

@@ -31,4 +31,4 @@ class AttentionProbe(Protocol):
 def attach(engine: Engine, probe: AttentionProbe | None) -> None:
     """Let a probe look on from now on; None lets nobody. Steps at which it looks run eagerly, whatever the execution,
     and give the same tokens."""
-    engine._runner.probe = probe
+    engine._runner.choosers.probe = probe

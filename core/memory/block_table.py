@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 
 import numpy as np
@@ -61,8 +61,10 @@ class BlockTable:
         if start >= stop:
             return np.empty(0, np.int32)
         first, last = start // LEAF_PAGES, (stop - 1) // LEAF_PAGES
-        joined = np.concatenate([leaf.pages for leaf in self._root[first : last + 1]])
-        return joined[start - first * LEAF_PAGES : stop - first * LEAF_PAGES]
+        within = slice(start - first * LEAF_PAGES, stop - first * LEAF_PAGES)
+        if first == last:
+            return self._root[first].pages[within].copy()
+        return np.concatenate([leaf.pages for leaf in self._root[first : last + 1]])[within]
 
     @property
     def held(self) -> Pages:
@@ -81,16 +83,12 @@ class BlockTable:
         """Units int32 [slices, n] of the n table entries of pages ``start`` to ``stop`` (exclusive)."""
         pages = self.pages(start, stop)
         if layout.uniform:
-            return self._entries(pages, layout.page_entries(0))
+            return self.listed(pages, layout.page_entries(0))
         parts = [np.empty((self.slices, 0), np.int32)]
         for size, group in groupby(range(start, stop), key=layout.page_entries):
             numbers = list(group)
-            parts.append(self._entries(pages[numbers[0] - start : numbers[-1] + 1 - start], size))
+            parts.append(self.listed(pages[numbers[0] - start : numbers[-1] + 1 - start], size))
         return np.concatenate(parts, axis=1)
-
-    def _entries(self, pages: Pages, size: int) -> Units:
-        units = self._pool.units_of(pages, size * self.slices)
-        return units.reshape(-1, self.slices, size).transpose(1, 0, 2).reshape(self.slices, -1)
 
     def append(self, pages: Pages) -> None:
         """Add pages at the end; zeros are holes. The caller's references pass to this table."""
@@ -115,6 +113,11 @@ class BlockTable:
             return
         for page in range(self.n_pages, pages):
             self.append(self._pool.allocate(1, layout.page_entries(page) * self.slices, self.near))
+
+    def listed(self, pages: Pages, size: int) -> Units:
+        """Units int32 [slices, n * size] of n pages of ``size`` table entries each."""
+        units = self._pool.units_of(pages, size * self.slices)
+        return units.reshape(-1, self.slices, size).transpose(1, 0, 2).reshape(self.slices, -1)
 
     def fork(self) -> BlockTable:
         """A table of the same pages; costs one count a leaf and nothing a page."""
@@ -186,6 +189,14 @@ class BlockTable:
             self._pool.retain(leaf.listed)
             leaf = self._root[index] = Leaf(leaf.pages.copy())
         return leaf
+
+
+def append_page(tables: Sequence[BlockTable], pool: PagePool, units: int) -> None:
+    """One more page of ``units`` units at the end of each of some tables, all allocated at once. Precondition: as many
+    units are available."""
+    pages = pool.allocate_each(units, [table.near for table in tables])
+    for number, table in enumerate(tables):
+        table.append(pages[number : number + 1])
 
 
 def check_tables(tables: Iterable[BlockTable], pool: PagePool, split: Units | None = None) -> None:

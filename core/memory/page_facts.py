@@ -36,7 +36,7 @@ class FactsBook:
     def publish(
         self,
         pages: Pages,
-        priority: int,
+        priority: NDArray[np.int64] | int,
         recompute_s: NDArray[np.float64] | float,
         nbytes: NDArray[np.int64] | int,
     ) -> None:
@@ -53,7 +53,7 @@ class FactsBook:
         facts.nbytes[pages] = nbytes
         self.touch(pages, priority)
 
-    def touch(self, pages: Pages, priority: int) -> None:
+    def touch(self, pages: Pages, priority: NDArray[np.int64] | int) -> None:
         """One more use of each of ``pages`` (each at most once in the array) begins, by a request of ``priority``."""
         facts = self.facts
         facts.last_used[pages] = self.clock

@@ -61,7 +61,7 @@ class PagePool:
         self._following = np.zeros(most + 1, np.int32)
         self._findable = np.zeros(most + 1, bool)
         self._idle = IdlePages(eviction, self.book)
-        self._unit_bytes = unit_bytes
+        self.unit_bytes = unit_bytes
         self._allocator = allocator
         self._grow = grow
         self._on_evict = on_evict
@@ -161,11 +161,22 @@ class PagePool:
 
         Precondition: ``count * size <= available``.
         """
-        wanted = count * size
-        assert wanted <= self.available, f"{wanted} units asked for, {self.available} available"
-        if self.free_units < wanted:
-            self._make_room(wanted)
-        units = self._allocator.allocate(wanted, near)
+        self._require(count * size)
+        return self._given_out(self._allocator.allocate(count * size, near), count, size)
+
+    def allocate_each(self, size: int, near: list[int | None]) -> Pages:
+        """The same, a page of ``size`` units for each of the units that they had better come right after."""
+        self._require(len(near) * size)
+        units = np.concatenate([self._allocator.allocate(size, unit) for unit in near])
+        return self._given_out(units, len(near), size)
+
+    def _require(self, units: int) -> None:
+        assert units <= self.available, f"{units} units asked for, {self.available} available"
+        if self.free_units < units:
+            self._make_room(units)
+
+    def _given_out(self, units: Units, count: int, size: int) -> Pages:
+        """Pages, held once each, of units that are free no longer."""
         if size > 1:
             rows = units.reshape(count, size)
             self._following[rows[:, :-1]] = rows[:, 1:]
@@ -221,14 +232,29 @@ class PagePool:
             chained: it must not be evicted before longer prefixes (a page that a window has passed may).
             priority: of the request; recompute_s: predicted seconds to compute the page again.
         """
-        self.index.attach(page, node, group)
-        self._findable[page] = True
-        if chained:
-            self._idle.published(page, node.id, node.parent.id if isinstance(node.parent, Node) else 0)
-        else:
-            self._idle.published(page, self.index.new_number(), 0)
-        pages = np.array([page], np.int32)
-        self.book.publish(pages, priority, recompute_s, int(self.size[page]) * self._unit_bytes)
+        self.publish_each([page], [node], group, chained=chained, priorities=[priority], recompute_s=[recompute_s])
+
+    def publish_each(
+        self,
+        pages: list[int],
+        nodes: list[Node],
+        group: int,
+        *,
+        chained: bool,
+        priorities: list[int],
+        recompute_s: list[float],
+    ) -> None:
+        """The same for several pages, each as the node's at its place; those in front come first."""
+        for page, node in zip(pages, nodes, strict=True):
+            self.index.attach(page, node, group)
+            if chained:
+                self._idle.published(page, node.id, node.parent.id if isinstance(node.parent, Node) else 0)
+            else:
+                self._idle.published(page, self.index.new_number(), 0)
+        numbers = np.array(pages, np.int32)
+        self._findable[numbers] = True
+        nbytes = self.size[numbers].astype(np.int64) * self.unit_bytes
+        self.book.publish(numbers, np.array(priorities, np.int64), np.array(recompute_s), nbytes)
 
     def withdraw(self, pages: Pages) -> None:
         """Held pages cannot be found any more: their memory is about to hold something else."""

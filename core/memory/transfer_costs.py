@@ -62,7 +62,8 @@ class TransferCosts:
 
         ``parameters`` are those that multiply a token: all but an embedding table that is only looked up.
         """
-        keys = sum(tokens * min(position + tokens / 2, window or math.inf) for window in spec.windows)
+        seen = {window: min(position + tokens / 2, window or math.inf) for window in set(spec.windows)}
+        keys = sum(spec.windows.count(window) * tokens * seen[window] for window in seen)
         return (2 * parameters * tokens + 4 * spec.q_heads * spec.head_dim * keys) / self.flops_per_s
 
     def restore_is_cheaper(self, nbytes: int, tokens: int, position: int, parameters: int, spec: ModelSpec) -> bool:

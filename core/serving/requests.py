@@ -108,7 +108,7 @@ def new_request(
     rule = None
     if isinstance(method, Drafter):
         most = min(method.drafts, engine.config.step_tokens - 1)  # they are verified in one step
-        beyond = engine._runner.whole_tokens(method.draft)
+        beyond = engine._runner.choosers.whole_tokens(method.draft)
         rule = DraftRule(method.draft, most, beyond, method.forced_acceptance)
         method = None
     arrival = engine._arrivals

@@ -131,7 +131,7 @@ class TestNobodyWaitsForAnothersImage:
         engine.submit([text(2), A], params())
         engine.step()
         launched, launch = [], engine._runner.launch
-        engine._runner.launch = lambda plan, scheduler: launched.append(len(plan.chunks)) or launch(plan, scheduler)
+        engine._runner.launch = lambda plan, scheduler: launched.append(len(plan.batch)) or launch(plan, scheduler)
         for _ in range(4):
             engine.step()
         assert launched == [1] * 4

@@ -53,7 +53,7 @@ class TestSameTokens:
             engine = Engine(
                 t_model, None, EngineConfig(page_tokens=4, pool_tokens=200, shared_decode_bytes=0, execution=execution)
             )
-            spared.append((found(run(engine, [(tokens(21), params)])), engine._runner.kv_bytes_spared))
+            spared.append((found(run(engine, [(tokens(21), params)])), engine._runner.accounts.bytes_spared))
         assert spared[0] == spared[1] and spared[0][1] > 0
 
     def test_of_a_session_over_turns(self, t_model):

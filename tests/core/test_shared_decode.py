@@ -131,7 +131,7 @@ class Tables:
         """One step; gives {(members, tokens)} and checks what was found against the tables."""
         batch = self.held if batch is None else batch
         self.finder.forget(self.held if running is None else running)
-        found = self.finder.find([(holder, holder.table.n_pages * PAGE) for holder in batch])
+        found = self.finder.find(batch, [holder.table.n_pages * PAGE for holder in batch])
         for holder in self.held:
             holder.table.stale_from = holder.table.n_pages
         return runs_of(found, batch)
@@ -276,7 +276,7 @@ class TestFinder:
             elif what == "c":
                 tables.close(holder)
             runs = tables.find()
-            first_sight = RunFinder(PAGE, 0).find([(h, h.table.n_pages * PAGE) for h in tables.held])
+            first_sight = RunFinder(PAGE, 0).find(tables.held, [h.table.n_pages * PAGE for h in tables.held])
             spared = sum((len(rows) - 1) * n for rows, n in runs)
             assert spared == first_sight.spared if first_sight and not grown else spared >= 0
 
@@ -345,7 +345,9 @@ class TestEngine:
         assert got[True] == got[False] and len({tuple(ids) for ids, _ in got[True].values()}) > 8
         assert len(calls) == 6 * 2 and set(calls) == {(0, 1, 16), (1, 1, 16)}
         spared = 6 * 15 * (prompt_tokens // PAGE * PAGE) * token_bytes(engines[True], 2)
-        assert engines[True]._runner.kv_bytes_spared == spared and engines[False]._runner.kv_bytes_spared == 0
+        assert (
+            engines[True]._runner.accounts.bytes_spared == spared and engines[False]._runner.accounts.bytes_spared == 0
+        )
 
     def test_bytes_of_a_sample_do_not_depend_on_company(self, t_model, shared_for, drain):
         """They are those of the table that the kernel was given, as the closed form has them."""
@@ -356,7 +358,7 @@ class TestEngine:
             engine.spec, None, prompt_tokens=21, new_tokens=9, page_tokens=PAGE, unit_tokens=PAGE, itemsize=4
         )
         assert {(s.decode_steps, s.kv_bytes_read) for s in samples} == {(cost.steps, cost.kv_bytes)}
-        assert engine._runner.kv_bytes_spared == 8 * 3 * 20 * token_bytes(engine, 2)
+        assert engine._runner.accounts.bytes_spared == 8 * 3 * 20 * token_bytes(engine, 2)
 
     def test_prefix_hits_share_and_strangers_do_not(self, t_model, shared_for, drain, calls):
         engine = shared_for(t_model)
@@ -366,7 +368,7 @@ class TestEngine:
         engine.submit(tokens(30, 5), SamplingParams(max_tokens=5, **GREEDY))
         drain(engine)
         assert set(calls) == {(0, 1, 4), (1, 1, 4)}
-        assert engine._runner.kv_bytes_spared == 4 * 2 * 24 * token_bytes(engine, 2)
+        assert engine._runner.accounts.bytes_spared == 4 * 2 * 24 * token_bytes(engine, 2)
 
     def test_the_cost_of_a_group_is_a_setting(self, t_model, shared_for, drain):
         """Four samples of 20 shared tokens spare 60 tokens of 2 heads of 16, fp32, in a layer."""
@@ -375,7 +377,7 @@ class TestEngine:
             engine = shared_for(t_model, shared_decode_bytes=cost)
             engine.submit(tokens(21), SamplingParams(n=4, max_tokens=9, **GREEDY))
             drain(engine)
-            assert bool(engine._runner.kv_bytes_spared) == grouped
+            assert bool(engine._runner.accounts.bytes_spared) == grouped
 
     def test_forked_sessions_that_part_within_a_page(self, t_model, shared_for, engine_for, assert_idle, calls):
         engine = shared_for(t_model)
@@ -393,7 +395,7 @@ class TestEngine:
             )
             assert completion.samples[0].token_ids == alone[0].samples[0].token_ids
         assert (0, 1, 3) in calls
-        assert engine._runner.kv_bytes_spared == 11 * 2 * 24 * token_bytes(engine, 2)
+        assert engine._runner.accounts.bytes_spared == 11 * 2 * 24 * token_bytes(engine, 2)
         for branch in branches:
             branch.close()
         assert_idle(engine)
@@ -406,7 +408,7 @@ class TestEngine:
             engine = shared_for(g_model, layer_groups=grouped, shared_decode=shared)
             engine.submit(tokens(21), SamplingParams(n=3, max_tokens=9, temperature=0.9, seed=1, **GREEDY))
             got[shared] = outcome(drain(engine))
-            assert engine._runner.kv_bytes_spared == shared * 8 * 2 * 20 * token_bytes(engine, 1)
+            assert engine._runner.accounts.bytes_spared == shared * 8 * 2 * 20 * token_bytes(engine, 1)
         assert got[True] == got[False] and len(calls) == 8
 
     def test_a_model_of_windows_looks_for_nothing(self, w_model, shared_for, drain, calls):
@@ -441,7 +443,7 @@ class TestEngine:
             engine.submit(tokens(20), SamplingParams(max_tokens=9, n=2, **GREEDY), request_id="text")
             got[shared] = outcome(drain(engine))
         assert got[True] == got[False]
-        assert engine._runner.kv_bytes_spared == 0 and len(calls) == (8 - 3) * 2
+        assert engine._runner.accounts.bytes_spared == 0 and len(calls) == (8 - 3) * 2
 
     def test_traffic_on_a_tight_pool(self, t_model, shared_for, assert_idle):
         """Samples and prefix hits come, are preempted, aborted and admitted again; each token is what it is alone."""
@@ -483,7 +485,7 @@ class TestEngine:
                     assert sample.token_ids == wanted.token_ids[:length]
                     assert sample.finish_reason == "abort" or length == params.max_tokens
             assert_idle(engine)
-            spared.append(engine._runner.kv_bytes_spared)
+            spared.append(engine._runner.accounts.bytes_spared)
             preempted.append(engine.stats().preemptions)
             hits.append(engine.stats().hit_tokens)
 

@@ -8,10 +8,10 @@ import torch
 
 from octavo.core import SamplingParams
 from octavo.core.interfaces import PagesRead, Selection
-from octavo.core.scheduler import StepPlan
 from octavo.core.sequence import NEVER, SparseSpan
 from octavo.core.sequence import Sequence as TokenSequence
 from octavo.core.serving.requests import new_request
+from octavo.core.step_plan import StepPlan
 
 GREEDY = {"ignore_eos": True}
 

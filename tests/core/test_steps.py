@@ -27,19 +27,28 @@ def tokens(n, seed=0):
 class Table:
     """A table of pages that are given by their units, [entries of the page] a slice."""
 
+    asked = []  # pages that somebody was told of, by number
+
     def __init__(self, *pages):
-        self.listed, self.stale_from = [np.array(page, np.int32) for page in pages], 0
+        self.units, self.stale_from = [np.array(page, np.int32) for page in pages], 0
 
     @property
     def slices(self):
-        return len(self.listed[0])
+        return len(self.units[0])
 
     @property
     def n_pages(self):
-        return len(self.listed)
+        return len(self.units)
+
+    def pages(self, start):
+        self.asked += self.units[start:]
+        return np.arange(len(self.asked) - len(self.units[start:]), len(self.asked))
+
+    def listed(self, pages, size):
+        return np.concatenate([np.empty((self.slices, 0), np.int32), *(self.asked[page] for page in pages)], axis=1)
 
     def entries(self, start, stop, layout):
-        return np.concatenate(self.listed[start:stop], axis=1)
+        return np.concatenate(self.units[start:stop], axis=1)
 
 
 TEXT = PageLayout([], {"text": FixedPages(8)}, 4)
@@ -79,10 +88,10 @@ class TestDeviceTables:
         tables.entries.fill_(-1)
         tables.sync([a])
         assert (tables.entries == -1).all()
-        a.table.listed.append(np.array([[3, 4]], np.int32))
+        a.table.units.append(np.array([[3, 4]], np.int32))
         tables.sync([a])
         assert (tables.entries != -1).sum() == 2 and self.row(tables, a)[0][4:6] == [3, 4]
-        a.table.listed[1], a.table.stale_from = np.array([[9, 10]], np.int32), 1
+        a.table.units[1], a.table.stale_from = np.array([[9, 10]], np.int32), 1
         tables.sync([a])
         assert self.row(tables, a)[0][:6] == [-1, -1, 9, 10, 3, 4] and a.table.stale_from == 3
 
@@ -105,7 +114,7 @@ class TestDeviceTables:
         assert [self.row(tables, a, at)[0][:4] for at in range(3)] == [[1, 2, 3, 4], [0, 0, 5, 6], [0, 0, 7, 8]]
         assert [self.row(tables, a, at)[1][:4] for at in range(3)] == [[4] * 4, [0, 0, 4, 4], [0, 0, 4, 4]]
         tables.entries.fill_(-1)
-        window.listed[1], window.stale_from = np.array([[9, 10], [11, 12]], np.int32), 1
+        window.units[1], window.stale_from = np.array([[9, 10], [11, 12]], np.int32), 1
         tables.sync([a])
         assert (tables.entries != -1).sum() == 4 and self.row(tables, a, 2)[0][2:4] == [11, 12]
 

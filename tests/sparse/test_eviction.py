@@ -9,7 +9,7 @@ import torch
 
 from octavo.core import SamplingParams
 from octavo.core.costs import predict_decode
-from octavo.core.scheduler import StepPlan
+from octavo.core.step_plan import StepPlan
 from octavo.scripts.build import method
 
 from .eviction_cases import EVICTING, PAGES, VISIBLE, every, evicting

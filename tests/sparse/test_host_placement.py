@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from octavo.core import SamplingParams
 from octavo.core.memory import transfer_costs
-from octavo.core.scheduler import StepPlan
+from octavo.core.step_plan import StepPlan
 from octavo.sparse.host_placement import Host
 from octavo.sparse.lossless import Lossless
 from octavo.sparse.replacement.policies import REPLACEMENTS

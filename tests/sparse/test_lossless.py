@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from octavo.core import SamplingParams
-from octavo.core.scheduler import StepPlan
+from octavo.core.step_plan import StepPlan
 from octavo.scripts.build import method
 from octavo.scripts.refusal import ConfigError
 from octavo.sparse.host_placement import Host

@@ -9,7 +9,7 @@ import torch
 from octavo.core import SamplingParams
 from octavo.core.costs import predict_decode
 from octavo.core.interfaces import Selection
-from octavo.core.scheduler import StepPlan
+from octavo.core.step_plan import StepPlan
 from octavo.scripts.build import method
 from octavo.sparse.placements import Resident
 

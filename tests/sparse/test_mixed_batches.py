@@ -126,7 +126,7 @@ def test_dense_rows_still_read_once_what_they_share(model, engine_for, drain):
     for execution in ("eager", "graph"):
         engine = engine_for(model, execution=execution, shared_decode_bytes=0)
         launches = watched(engine) if execution == "graph" else []
-        spared.append((serve(engine, drain, asked), engine._runner.kv_bytes_spared))
+        spared.append((serve(engine, drain, asked), engine._runner.accounts.bytes_spared))
     assert spared[0] == spared[1] and spared[0][1] > 0
     assert any(sets["dense"].runs is not None for sets in launches if len(sets) == 2)
 

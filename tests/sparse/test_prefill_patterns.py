@@ -10,7 +10,7 @@ from octavo.core import SamplingParams
 from octavo.core.inspection.pattern_watch import PatternWatch
 from octavo.core.inspection.prefill_cost import predict_prefill
 from octavo.core.interfaces import LayerTraits
-from octavo.core.scheduler import StepPlan
+from octavo.core.step_plan import StepPlan
 from octavo.scripts.build import method
 from octavo.sparse.placements import Resident
 from octavo.sparse.prefill import AShape, TopPages, VerticalSlash, XAttention

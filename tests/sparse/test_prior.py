@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from octavo.core import SamplingParams
-from octavo.core.scheduler import StepPlan
 from octavo.core.serving.scoring import score_many
+from octavo.core.step_plan import StepPlan
 from octavo.scripts.build import method
 from octavo.sparse.prior import Favoured
 

@@ -1,0 +1,145 @@
+"""Sequences that decode together, as columns: what a step asks of every one of them is asked of all at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.core.execution.drafts import UNREAD
+from octavo.core.interfaces import SparseMethod
+from octavo.core.sequence import NEVER, Sequence
+
+if TYPE_CHECKING:
+    from octavo.core.step_plan import Chunk
+
+
+@dataclass(frozen=True)
+class DecodeBatch:
+    """The sequences of a replayed step, a token each. The batch of the step behind it has the same columns and the next
+    ``starts``; a sequence that ends leaves a row out; nobody comes in. So the host's work for a token does not grow
+    with what there is to know of its sequence: only rows that a comparison of columns finds touch the sequence itself.
+
+    ::
+
+        sequences  [n]             the same list as long as nobody leaves
+        starts     int64 [n]       the position of the token that is computed
+        drafting   bool  [n]       it is for a draft
+        prompts    int64 [n]       tokens of the prompt
+        turns      int64 [n]       the first position at which pages are taken or let go of (``Sequence.turn``)
+        stops      int64 [n]       the first position that is never computed, since the token there is the last
+        halts      int64 [n]       the first position that waits for the tokens in front of it: where drafts begin, or
+                                   are verified
+        closely    bool  [n]       each token needs a look: as text, for a marker, or since drafts may follow
+        ending     int64 [n, k]    tokens that end it, filled up with -1
+        chooser    int64 [n]       which of ``methods`` chooses the pages that it reads; 0, which is None, reads all
+        whole      int64 [n]       so many tokens are read whole all the same
+    """
+
+    sequences: list[Sequence]
+    starts: NDArray[np.int64]
+    drafting: NDArray[np.bool_]
+    prompts: NDArray[np.int64]
+    turns: NDArray[np.int64]
+    stops: NDArray[np.int64]
+    halts: NDArray[np.int64]
+    closely: NDArray[np.bool_]
+    ending: NDArray[np.int64]
+    chooser: NDArray[np.int64]
+    whole: NDArray[np.int64]
+    methods: tuple[SparseMethod | None, ...]
+
+    @classmethod
+    def of(cls, chunks: list[Chunk], whole_tokens: Callable[[SparseMethod], int]) -> DecodeBatch:
+        """Of chunks of one token, which are planned. ``whole_tokens`` of the longest sequence that a method reads
+        whole."""
+        methods: dict[str, SparseMethod | None] = {"": None}
+        rows = []
+        for chunk in chunks:
+            sequence, request, drafts = chunk.sequence, chunk.sequence.request, chunk.sequence.drafts
+            method = drafts.rule.method if chunk.draft and drafts.rule is not None else request.method
+            name = "" if method is None else method.provenance
+            methods.setdefault(name, method)
+            halt = NEVER if drafts.rule is None else drafts.rule.beyond
+            if chunk.draft:
+                halt = sequence.computed + drafts.room(len(sequence.tokens), request.limit)
+            rows.append(
+                (
+                    chunk.start,
+                    len(request.prompt),
+                    sequence.turn,
+                    NEVER if chunk.draft else request.limit - 1,
+                    halt,
+                    list(methods).index(name),
+                    0 if method is None or chunk.draft else whole_tokens(method),
+                )
+            )
+        starts, prompts, turns, stops, halts, chooser, whole = np.array(rows, np.int64).T.copy()
+        members = [chunk.sequence for chunk in chunks]
+        most = max(len(s.request.ending) for s in members)
+        ending = np.full((len(chunks), most), -1, np.int64)
+        for row, sequence in enumerate(members):
+            ending[row, : len(sequence.request.ending)] = list(sequence.request.ending)
+        return cls(
+            sequences=members,
+            starts=starts,
+            drafting=np.array([chunk.draft for chunk in chunks]),
+            prompts=prompts,
+            turns=turns,
+            stops=stops,
+            halts=halts,
+            closely=np.array([s.is_followed or s.drafts.rule is not None for s in members]),
+            ending=ending,
+            chooser=chooser,
+            whole=whole,
+            methods=tuple(methods.values()),
+        )
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def alive(self) -> DecodeBatch:
+        """Without those that have ended since."""
+        reasons = [sequence.finish_reason for sequence in self.sequences]
+        return self._only(np.array([reason is None for reason in reasons])) if any(reasons) else self
+
+    def following(self) -> DecodeBatch | None:
+        """The next tokens of those that have one; None if there are none, or if the host must first read the tokens of
+        this batch."""
+        starts = self.starts + 1
+        if (starts >= self.halts).any():
+            return None
+        going = starts < self.stops
+        if going.all() and len(going):
+            return replace(self, starts=starts)
+        return replace(self, starts=starts)._only(going) if going.any() else None
+
+    def _only(self, which: NDArray[np.bool_]) -> DecodeBatch:
+        columns = {f.name: getattr(self, f.name)[which] for f in fields(self) if f.name not in ("sequences", "methods")}
+        kept = [sequence for sequence, stays in zip(self.sequences, which.tolist(), strict=True) if stays]
+        return replace(self, sequences=kept, **columns)
+
+    @property
+    def turning(self) -> NDArray[np.intp]:
+        """The rows of those whose pages must be seen to before this step."""
+        return np.flatnonzero(self.starts >= self.turns)
+
+    @property
+    def choosers(self) -> NDArray[np.int64]:
+        """Which of ``methods`` chooses in this step, int64 [n]."""
+        return np.where(self.starts >= self.whole, self.chooser, 0)
+
+    def settle(self) -> None:
+        """The step is under way: its KV stands for all who come after it in the device's order."""
+        for sequence, draft in zip(self.sequences, self.drafting.tolist(), strict=True):
+            if draft:
+                sequence.drafts.tokens.append(UNREAD)
+            else:
+                sequence.computed += 1
+
+    def needs_look(self, tokens: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which of the tokens int64 [n] that this step has drawn are, or may be, more than one more token."""
+        return self.closely | (self.starts + 1 >= self.stops) | (self.ending == tokens[:, None]).any(1)

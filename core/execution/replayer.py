@@ -1,0 +1,173 @@
+"""From a batch that decodes to one replay of the decode program, and from there to tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.core.execution.choosers import Choosers, composition
+from octavo.core.execution.decode_batch import DecodeBatch
+from octavo.core.execution.decode_program import MOST_SETS, DecodeProgram, RowSet
+from octavo.core.execution.device_tables import DeviceTables
+from octavo.core.execution.flight import Flight
+from octavo.core.execution.read_accounts import ReadAccounts
+from octavo.core.execution.shared_runs import RunFinder, SharedRuns
+from octavo.core.interfaces import SparseMethod
+from octavo.core.memory.digests import DigestStore
+from octavo.core.sequence import Sequence
+from octavo.core.step_plan import Chunk
+from octavo.core.uploads import Download
+
+
+@dataclass(frozen=True)
+class _Under:
+    """The members of a batch that are under one method: their numbers int64 [m] in the batch, and their rows."""
+
+    method: SparseMethod | None
+    numbers: NDArray[np.intp]
+    sequences: list[Sequence]
+    rows: list[int]
+
+
+@dataclass(frozen=True)
+class _Lineup:
+    """Which rows a batch has, and who is under which method. It stays as it is while the same sequences decode, each
+    under the same method: then a step works out lengths, and nothing else. ``gaps``: but for rows among them that are
+    free, or will be, so that a smaller program would do."""
+
+    sequences: list[Sequence]
+    choosers: NDArray[np.int64]
+    rows: NDArray[np.int64]
+    sets: list[_Under]
+    gaps: bool
+
+
+class Replayer:
+    """Has batches computed by the decode program, whose news are read a step later."""
+
+    def __init__(
+        self,
+        program: DecodeProgram,
+        tables: DeviceTables,
+        choosers: Choosers,
+        runs: RunFinder | None,
+        digests_of: Callable[[SparseMethod], DigestStore],
+        accounts: ReadAccounts,
+        page_tokens: int,
+    ) -> None:
+        self.program = program
+        self._tables = tables
+        self._choosers = choosers
+        self._runs = runs
+        self._digests_of = digests_of
+        self._accounts = accounts
+        self._page_tokens = page_tokens
+        self._lineup: _Lineup | None = None
+        self._under: dict[Sequence, str] = {}  # who was in the last replayed step, and under which method
+
+    def batch_of(self, chunks: list[Chunk]) -> DecodeBatch | None:
+        """The batch that some planned chunks are, if it can be replayed."""
+        if not all(chunk.count == 1 and chunk.sequence.draws_on_device for chunk in chunks):
+            return None
+        batch = DecodeBatch.of(chunks, self._choosers.whole_tokens)
+        return batch if self._replays(batch) else None
+
+    def carries(self, batch: DecodeBatch) -> bool:
+        """Whether the device can decode on with a batch before its last tokens are read."""
+        return self.program.state.carries(batch) and self._replays(batch)
+
+    def _replays(self, batch: DecodeBatch) -> bool:
+        if self._choosers.probe is not None and any(map(self._choosers.probed, batch.sequences, batch.starts.tolist())):
+            return False
+        return len(batch.methods) <= MOST_SETS or len(np.unique(batch.choosers)) <= MOST_SETS
+
+    def launch(self, batch: DecodeBatch, running: Iterable[Sequence]) -> Flight:
+        """Let the device compute a batch, whose tables it has, and come back at once. Tokens that the host does not
+        know yet are where the last flight has left them."""
+        lineup, choosers = self._lineup, batch.choosers
+        self._lineup = None
+        try:
+            stays = lineup is not None and lineup.sequences is batch.sequences and not lineup.gaps
+            if lineup is None or not stays or not np.array_equal(choosers, lineup.choosers):
+                lineup, stays = self._line_up(batch, choosers, running), False
+            comes_in = self.program.state.bring_in(batch, lineup.rows)
+            if not stays:
+                before, self._under = self._under, {}
+                for under in lineup.sets:
+                    name = composition(under.method)
+                    comes_in[under.numbers] |= [before.get(sequence) != name for sequence in under.sequences]
+                    self._under |= dict.fromkeys(under.sequences, name)
+            dense = next((under for under in lineup.sets if under.method is None), None)
+            shared = None
+            if dense is not None and self._runs is not None:
+                shared = self._runs.find(dense.sequences, batch.starts[dense.numbers])
+            sets = [self._row_set(batch, under, comes_in, shared if under is dense else None) for under in lineup.sets]
+            flight = Flight(batch, lineup.rows, Download(self.program.launch(sets)))
+        except BaseException:
+            self.forget()
+            raise
+        self._lineup = lineup
+        if shared is not None:
+            self._accounts.spared(shared.spared)
+        return flight
+
+    def forget(self) -> None:
+        """A launch has failed: what the device has may be anything."""
+        self.program.state.forget()
+
+    def land(self, flight: Flight) -> NDArray[np.int64]:
+        """The tokens of a flight, one a member of its batch, once the device has drawn them."""
+        news: NDArray[np.int64] = flight.news.wait().numpy()
+        self._accounts.flight(flight, news[1:])
+        return news[0, flight.rows]
+
+    def _line_up(self, batch: DecodeBatch, choosers: NDArray[np.int64], running: Iterable[Sequence]) -> _Lineup:
+        if self._has_gaps(self._tables.rows(batch.sequences)):
+            self._tables.sync(running)  # whoever has ended leaves a row free
+            if moves := self._tables.close_gaps():
+                self.program.state.move(moves)
+        rows = self._tables.rows(batch.sequences)
+        sets = []
+        for number in np.unique(choosers).tolist():
+            members = np.flatnonzero(choosers == number)
+            sequences = [batch.sequences[member] for member in members.tolist()]
+            sets.append(_Under(batch.methods[number], members, sequences, rows[members].tolist()))
+        return _Lineup(batch.sequences, choosers, rows, sets, self._has_gaps(rows))
+
+    def _has_gaps(self, rows: NDArray[np.int64]) -> bool:
+        return self.program.bucket(int(rows.max()) + 1) > self.program.bucket(len(rows))
+
+    def _row_set(
+        self, batch: DecodeBatch, under: _Under, comes_in: NDArray[np.bool_], shared: SharedRuns | None
+    ) -> RowSet:
+        method, starts = under.method, batch.starts[under.numbers]
+        return RowSet(
+            rows=under.rows,
+            method=method,
+            longest=-(-(int(starts.max()) + 1) // self._page_tokens),
+            digests=None if method is None else self._digests(method, under, starts, comes_in),
+            runs=None if shared is None else shared.groups,
+        )
+
+    def _digests(
+        self, method: SparseMethod, under: _Under, starts: NDArray[np.int64], comes_in: NDArray[np.bool_]
+    ) -> DigestStore | None:
+        """Make the digests that members read in a replayed step and that do not exist yet: of the page that has been
+        filled last, and of all pages where a sequence comes in, or begins to choose."""
+        if method.digest is None:
+            return None
+        store, page = self._digests_of(method), self._page_tokens
+        new = comes_in[under.numbers]
+        sealed, drafted = [], []
+        for member in np.flatnonzero(new | (starts % page == 0)).tolist():
+            sequence, full = under.sequences[member], int(starts[member]) // page
+            first, exact = 0 if new[member] else full - 1, sequence.computed // page
+            sealed.append(sequence.table.pages(first, min(exact, full)))
+            drafted.append(sequence.table.pages(max(first, exact), full))
+        if sealed:
+            store.make(sealed)
+            store.make(drafted, drafts=True)
+        return store

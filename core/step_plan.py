@@ -1,0 +1,79 @@
+"""What one step computes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from octavo.core.execution.decode_batch import DecodeBatch
+from octavo.core.memory.page_pool import Units
+from octavo.core.sequence import Sequence
+
+
+@dataclass
+class Chunk:
+    """Tokens ``start`` to ``start + count`` of a sequence, to be computed in one step. ``draft``: the token that this
+    yields is a draft, and the KV counts for nothing."""
+
+    sequence: Sequence
+    start: int
+    count: int
+    draft: bool = False
+
+    @property
+    def end(self) -> int:
+        return self.start + self.count
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.sequence.token_ids(self.start, self.end)
+
+    @property
+    def verifies(self) -> bool:
+        """Whether its last tokens are drafts, to be verified."""
+        return not self.draft and self.end > len(self.sequence.tokens)
+
+    def settle(self) -> None:
+        """It is computed: its KV stands as far as its tokens are known."""
+        if self.draft:
+            return
+        counts, drafts = self.sequence.drafts.counts, max(0, self.end - len(self.sequence.tokens))
+        counts.verifications += drafts > 0
+        counts.drafted += drafts
+        self.sequence.computed = self.end - drafts
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether a prefill pattern chooses what it reads, a block of queries at a time."""
+        span = self.sequence.sparse_span(self.start)
+        return span is not None and span.block > 1
+
+
+@dataclass
+class StepPlan:
+    """What one step computes. ``copies`` are (source, destination) units int32 [k, 2] of a page each, to be copied in
+    order before the pass, or (source, destination, delta) int32 [k, 3], whose keys move by delta positions;
+    ``stranded`` sequences are alone and still do not fit; of those ``compared`` the step finds out which tokens of
+    their images are to be computed.
+
+    ``batch`` says the same as ``chunks``, which may be missing then, where every one is a token that the device decodes
+    by replay. ``ahead``: it was planned while the tokens of the step before are not known yet; then ``grown`` are the
+    only sequences whose tables have changed since that step."""
+
+    chunks: list[Chunk] = field(default_factory=list)
+    copies: list[Units] = field(default_factory=list)
+    preempted: list[Sequence] = field(default_factory=list)
+    stranded: list[Sequence] = field(default_factory=list)
+    compared: list[Sequence] = field(default_factory=list)
+    batch: DecodeBatch | None = None
+    ahead: bool = False
+    grown: list[Sequence] = field(default_factory=list)
+    tokens: int = 0
+
+    def add(self, chunk: Chunk) -> None:
+        self.chunks.append(chunk)
+        self.tokens += chunk.count
+
+    def leave_out(self, sequence: Sequence) -> None:
+        """Compute nothing of a sequence."""
+        self.tokens -= sum(chunk.count for chunk in self.chunks if chunk.sequence is sequence)
+        self.chunks = [chunk for chunk in self.chunks if chunk.sequence is not sequence]
