@@ -19,7 +19,6 @@ from octavo.core.config import EngineConfig, SamplingParams
 from octavo.core.encoding.encoded_items import EncodedItems
 from octavo.core.encoding.items import image_encoder, with_image_pages
 from octavo.core.encoding.reusing import compare_images, validate_reuse
-from octavo.core.execution.decode_batch import DecodeBatch
 from octavo.core.execution.drafts import take_drawn
 from octavo.core.execution.flight import Flight, Row
 from octavo.core.execution.forking import fork_samples
@@ -253,9 +252,9 @@ class Engine:
             raise RuntimeError("another thread is in this engine's step(); an engine belongs to one thread at a time")
         try:
             self._productions.deliver()
-            following = self._following()
-            if following is not None:
-                self._look_ahead(following)
+            ahead = self._plan_ahead()
+            if ahead is not None:
+                self._look_ahead(ahead)
             else:
                 self._land_pending()
                 self._next(self._schedule())
@@ -292,31 +291,26 @@ class Engine:
             raise RuntimeError(f"no progress is possible: {capacity_report.queues(self)}")
         compare_images(self, plan.compared)
 
-    def _following(self) -> DecodeBatch | None:
-        """The next step's batch, if it is sure before the tokens of the last one are read: all that decoded in it and
-        whose bounds allow one more token, while nobody else has anything to do."""
+    def _plan_ahead(self) -> StepPlan | None:
+        """The next step's plan, if it is sure before the tokens of the last one are read: all that decoded in it and
+        whose bounds allow one more token decode again, and nobody else has anything to do."""
         if self._flight is None or (self.recorder is not None and self.recorder.reads_tokens):
             return None
         alive = self._flight.batch.alive()
         batch = alive.following()
-        if batch is None or not self._scheduler.nobody_else(len(alive), batch):
+        if batch is None or not self._runner.carries(batch):
             return None
-        return batch if self._runner.carries(batch) else None
+        return self._scheduler.decode(batch, len(alive))
 
-    def _look_ahead(self, batch: DecodeBatch) -> None:
+    def _look_ahead(self, plan: StepPlan) -> None:
         """Let the device begin the next step, and only then read the tokens of the last one.
 
         Who turns out to have ended with its token has been computed once too often; nobody sees what came of it.
         """
-        before, self._flight = self._flight, None
+        before = self._flight
         assert before is not None
-        try:
-            plan = self._scheduler.decode(batch)
-            self._runner.copies.queue(plan.copies)
-            self._launch(plan)
-        except BaseException:
-            self._flight = before
-            raise
+        self._runner.copies.queue(plan.copies)
+        self._launch(plan)
         self._land(before)
 
     def _launch(self, plan: StepPlan) -> None:
@@ -335,20 +329,18 @@ class Engine:
         """Read a flight's tokens and make news of them."""
         batch, tokens = flight.batch, self._runner.land(flight)
         looks, drafting = batch.needs_look(tokens).tolist(), batch.drafting.tolist()
-        drawn, full = [], []
+        landed = []
         for sequence, token, look, draft in zip(batch.sequences, tokens.tolist(), looks, drafting, strict=True):
             if sequence.finish_reason is not None:
                 continue
             if draft:
                 sequence.drafts.read(token)
-                continue
-            sequence.tokens.append(token)
-            if sequence.computed >= sequence.full_at:
-                full.append(sequence)
-            drawn.append((sequence, token, look))
-        if full:
+            else:
+                sequence.tokens.append(token)
+                landed.append((sequence, token, look))
+        if full := [sequence for sequence, *_ in landed if sequence.computed >= sequence.full_at]:
             self._publisher.publish(full)
-        for sequence, token, look in drawn:
+        for sequence, token, look in landed:
             if look:
                 sequence.drafts.begin()
                 self._undelivered.append(self._take(sequence, token))
@@ -521,6 +513,7 @@ class Engine:
         text = sequence.detokenizer.finish() if sequence.detokenizer is not None else ""
         if reason in ("length", MARKER) and sequence.detokenizer is not None and sequence.detokenizer.stopped:
             reason = "stop"  # the stop string ended in a token that also held half a character
+        self._runner.accounts.settle()  # of what is computed after its end it is not told
         sequence.finish_reason = reason
         sequence.kv_bytes_resident = int(self._pool.size[sequence.held].sum()) * self._runner.kv[0].nbytes
         if request.keep is not None and sequence in self._scheduler.running and sequence.shelf is None:

@@ -49,6 +49,10 @@ class Allocator(Protocol):
     def total_units(self) -> int: ...
     @property
     def free_units(self) -> int: ...
+    @property
+    def looks_near(self) -> bool:
+        """Whether ``allocate`` heeds ``near``."""
+        ...
 
     def allocate(self, units: int, near: int | None = None) -> NDArray[np.int32]:
         """``units`` unit ids, in as few runs of consecutive ids as this allocator finds, each run ascending.

@@ -90,7 +90,7 @@ class Completion:
         return self.samples[0].text
 
 
-@dataclass
+@dataclass(slots=True)
 class StepOutput:
     """News of one sample from one step. Text that was given out is never taken back.
 

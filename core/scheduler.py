@@ -12,7 +12,7 @@ from octavo.core.config import EngineConfig
 from octavo.core.encoding.sources import find_nodes, lent_entries, place_loans
 from octavo.core.execution.decode_batch import DecodeBatch
 from octavo.core.inspection.trace_recorder import TraceRecorder
-from octavo.core.memory.block_table import append_page
+from octavo.core.memory.block_table import append_pages
 from octavo.core.memory.host_tier import HostTier
 from octavo.core.memory.layer_groups import LayerPlan
 from octavo.core.memory.page_pool import PagePool
@@ -20,7 +20,7 @@ from octavo.core.memory.prefix_cache import Node, PageKey
 from octavo.core.prefix_match import PrefixMatch, match_prefix
 from octavo.core.sequence import Sequence
 from octavo.core.shared_list import SharedList
-from octavo.core.step_plan import Chunk, StepPlan
+from octavo.core.step_plan import Chunk, Growth, StepPlan
 
 if TYPE_CHECKING:
     from octavo.core.encoding.encoded_items import EncodedItems
@@ -54,6 +54,7 @@ class Scheduler:
         self._items = items
         self._page_tokens = config.text_page_tokens
         self._page_units = self._page_tokens // config.unit_tokens * plan.slices
+        self._windowed = any(group.window for group in plan.groups)
         self._step = 0
         self._computing: dict[PageKey, Sequence] = {}
         self.waiting: list[Sequence] = []
@@ -164,55 +165,54 @@ class Scheduler:
             self.recorder.planned(self._pool.evictions)
         return plan
 
-    def nobody_else(self, running: int, batch: DecodeBatch) -> bool:
-        """Whether the next plan is ``batch`` and nothing else: nobody waits, no more than so many run, and there is
-        room."""
-        if self.waiting or len(self.running) != running:
-            return False
-        fresh, others = self._turning(batch)
-        units = len(fresh) * self._page_units + sum(sequence.units_for(1) for sequence in others)
-        return units <= self._pool.available
+    def decode(self, batch: DecodeBatch, running: int) -> StepPlan | None:
+        """The plan that ``schedule`` would make if it is this batch and nothing else, without looking around: nobody
+        waits, no more than ``running`` sequences run, and there is room. None if it is not.
 
-    def decode(self, batch: DecodeBatch) -> StepPlan:
-        """The plan that ``schedule`` would make if there is ``nobody_else``, without looking around: most sequences
-        have room in their last page, and there is nothing to do for those."""
+        Most sequences have room in their last page, and there is nothing to do for those.
+        """
+        if self.waiting or len(self.running) != running:
+            return None
+        turning = batch.turning
+        fresh = np.array([self._is_fresh(batch.sequences[member]) for member in turning.tolist()], np.bool_)
+        growing, others = turning[fresh], [batch.sequences[member] for member in turning[~fresh].tolist()]
+        units = len(growing) * self._page_units
+        if units + sum(sequence.units_for(1) for sequence in others) > self._pool.available:
+            return None
         assert self.recorder is None or not self.recorder.reads_tokens, "some tokens are not known yet"
         self._step += 1
         self._pool.book.clock = self._step
         if self.recorder is not None:
             self.recorder.stepping(self._step, self._pool.evictions)
-        fresh, others = self._turning(batch)
-        plan = StepPlan(batch=batch, ahead=True, grown=[*fresh, *others])
-        if fresh:
-            self._pool.prepare(len(fresh) * self._page_units)
-            append_page([sequence.table for sequence in fresh], self._pool, self._page_units)
-        for sequence in fresh:
-            sequence.writable += self._page_tokens
+        plan = StepPlan(batch=batch, ahead=True, changed=others)
+        if len(growing):
+            self._pool.prepare(units)
+            members = [batch.sequences[member] for member in growing.tolist()]
+            pages = append_pages([sequence.table for sequence in members], self._pool, self._page_units)
+            plan.growth = Growth(growing, pages)
+            for sequence in members:
+                sequence.writable += self._page_tokens
+            batch.turns[growing] += self._page_tokens
         for sequence in others:
             sequence.drop_unseen()
             self._pool.prepare(sequence.units_for(1))
             self._take_pages(sequence, 1, plan)
-        if plan.grown:
-            batch.turns[batch.turning] = [batch.sequences[row].turn for row in batch.turning.tolist()]
+        if others:
+            batch.turns[turning[~fresh]] = [sequence.turn for sequence in others]
         for sequence in batch.sequences:
             sequence.served_at = self._step
         if self.recorder is not None:
-            for sequence in plan.grown:
-                if not sequence.drafting:
-                    self.recorder.placed(sequence, sequence.frontier + 1)
+            for member in turning.tolist():
+                if not batch.drafting[member]:
+                    self.recorder.placed(batch.sequences[member], int(batch.starts[member]) + 1)
             self.recorder.planned(self._pool.evictions)
         return plan
 
-    def _turning(self, batch: DecodeBatch) -> tuple[list[Sequence], list[Sequence]]:
-        """Those of a batch that take one more page of text and nothing else, and those whose pages change otherwise."""
-        fresh: list[Sequence] = []
-        others: list[Sequence] = []
-        windowed = any(group.window for group in self._plan.groups)
-        for row in batch.turning.tolist():
-            sequence = batch.sequences[row]
-            plain = sequence.writable == sequence.table.n_pages * self._page_tokens and sequence.layout.uniform
-            (fresh if plain and not windowed else others).append(sequence)
-        return fresh, others
+    def _is_fresh(self, sequence: Sequence) -> bool:
+        """Whether a sequence that needs a look at its pages takes one more page of text behind them, and that is
+        all."""
+        full = sequence.writable == sequence.table.n_pages * self._page_tokens
+        return full and not self._windowed and sequence.layout.uniform
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence that holds no pages."""

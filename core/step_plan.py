@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from octavo.core.execution.decode_batch import DecodeBatch
-from octavo.core.memory.page_pool import Units
+from octavo.core.memory.page_pool import Pages, Units
 from octavo.core.sequence import Sequence
 
 
@@ -48,6 +51,14 @@ class Chunk:
         return span is not None and span.block > 1
 
 
+@dataclass(frozen=True)
+class Growth:
+    """One more page of text for some members int64 [m] of a batch: ``pages`` int32 [m] by their first units."""
+
+    members: NDArray[np.intp]
+    pages: Pages
+
+
 @dataclass
 class StepPlan:
     """What one step computes. ``copies`` are (source, destination) units int32 [k, 2] of a page each, to be copied in
@@ -56,8 +67,8 @@ class StepPlan:
     their images are to be computed.
 
     ``batch`` says the same as ``chunks``, which may be missing then, where every one is a token that the device decodes
-    by replay. ``ahead``: it was planned while the tokens of the step before are not known yet; then ``grown`` are the
-    only sequences whose tables have changed since that step."""
+    by replay. ``ahead``: it was planned while the tokens of the step before are not known yet; then only the tables of
+    the ``changed`` sequences have changed since that step, and those that ``growth`` tells of."""
 
     chunks: list[Chunk] = field(default_factory=list)
     copies: list[Units] = field(default_factory=list)
@@ -66,7 +77,8 @@ class StepPlan:
     compared: list[Sequence] = field(default_factory=list)
     batch: DecodeBatch | None = None
     ahead: bool = False
-    grown: list[Sequence] = field(default_factory=list)
+    changed: list[Sequence] = field(default_factory=list)
+    growth: Growth | None = None
     tokens: int = 0
 
     def add(self, chunk: Chunk) -> None:

@@ -22,7 +22,11 @@ The valid count says how many leading slots of the unit hold tokens (a sealed, p
 ``unit_tokens``). Format 0 is the pool's own dtype; 1-3 are kept for low-precision pages.
 """
 
+from typing import TypeVar
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 VALID_BITS = 7
@@ -37,10 +41,17 @@ TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 """Pools that they have them for."""
 SCRATCH_UNIT = 0
 
+Ids = TypeVar("Ids", Tensor, NDArray[np.int64])
+
 
 def pack_entries(unit_ids: Tensor, valid: Tensor | int) -> Tensor:
     """Table entries of 16-bit units: int32, the shape of ``unit_ids``."""
-    return ((unit_ids.to(torch.int64) << ID_SHIFT) | valid).to(torch.int32)
+    return packed(unit_ids.to(torch.int64), valid).to(torch.int32)
+
+
+def packed(unit_ids: Ids, valid: Ids | int) -> Ids:
+    """The same of unit ids int64, as int64."""
+    return (unit_ids << ID_SHIFT) | valid
 
 
 def entry_units(entries: Tensor) -> Tensor:

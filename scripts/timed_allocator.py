@@ -19,6 +19,8 @@ class TimedAllocator:
     continue its run.
     """
 
+    looks_near = True  # to be told what continues a run
+
     def __init__(self, allocator: Allocator) -> None:
         self._allocator = allocator
         self.seconds = 0.0

@@ -98,22 +98,17 @@ class Compaction:
         meant = wanted.gather(2, order)
         positions = context.positions.expand_as(wanted).gather(2, order).masked_fill(~meant, -1)
         carry = None if kept.carry is None else kept.carry.gather(2, order).masked_fill(~meant, 0.0)
-        move = self._drop if compressor.drops else self._hide
-        move(sequence, context, end, order, positions, carry)
+        choice = _Choice(sequence, context, end, order, positions, carry)
+        if compressor.drops:
+            self._drop(choice)
+        else:
+            self._hide(choice)
 
-    def _drop(
-        self,
-        sequence: Sequence,
-        context: SequenceContext,
-        end: int,
-        order: Tensor,
-        positions: Tensor,
-        carry: Tensor | None,
-    ) -> None:
-        """Keep the tokens ``order`` int64 [L, Hkv, n] of the context, where ``positions`` are no padding."""
-        tokens = (positions >= 0).sum(2).cpu().numpy()  # [L, Hkv]
+    def _drop(self, choice: _Choice) -> None:
+        """Let the pages go, and keep what was chosen in runs of its own."""
+        sequence, end, tokens = choice.sequence, choice.end, choice.tokens
         runs = -(-tokens // sequence.layout.unit_tokens)
-        moved = [context.gathered(number, order[number]) for number in range(len(order))]
+        moved = [choice.context.gathered(number, choice.order[number]) for number in range(len(choice.order))]
         before, sequence.kept = sequence.kept, None
         sequence.table.drop_before(sequence.layout.page_of(end))
         if before is not None:
@@ -125,9 +120,9 @@ class Compaction:
             self._host.copy_out(self._runner.kv)  # what was evicted just now, before it is written over
         slabs = np.zeros((*runs.shape, max(1, int(runs.max()))), np.int64)
         slabs.transpose(1, 0, 2)[np.arange(slabs.shape[2]) < runs.T[..., None]] = np.concatenate(by_head)
-        self._write(moved, upload(slabs, self._runner.kv.device), positions)
+        self._write(moved, upload(slabs, self._runner.kv.device), choice.positions)
         entries = pack_runs(slabs, tokens, sequence.layout.unit_tokens)
-        sequence.kept = self._kept(end, entries, runs, positions, carry, by_head)
+        sequence.kept = self._kept(choice, entries, runs, by_head)
 
     def _write(self, moved: list[tuple[Tensor, Tensor]], slabs: Tensor, positions: Tensor) -> None:
         """Put K and V [Hkv, n, D] of each layer into runs of ``slabs`` int64 [L, Hkv, M], but for padding."""
@@ -139,37 +134,25 @@ class Compaction:
             pool[slab, 0, 0, head, token % unit_tokens] = keys[head, token]
             pool[slab, 0, 1, head, token % unit_tokens] = values[head, token]
 
-    def _hide(
-        self,
-        sequence: Sequence,
-        context: SequenceContext,
-        end: int,
-        order: Tensor,
-        positions: Tensor,
-        carry: Tensor | None,
-    ) -> None:
-        """The same, where the tokens are whole pages: every unit's first is one of ``order``."""
-        unit_tokens = sequence.layout.unit_tokens
-        table = context.tables.tables[:, 0]  # [L, H, M]
+    def _hide(self, choice: _Choice) -> None:
+        """The same, where the tokens are whole pages that stay: every unit's first is one of ``order``."""
+        unit_tokens, order, tokens = choice.sequence.layout.unit_tokens, choice.order, choice.tokens
+        table = choice.context.tables.tables[:, 0]  # [L, H, M]
         entries = table.expand(-1, order.shape[1], -1).gather(2, order[..., ::unit_tokens] // unit_tokens)
-        tokens = (positions >= 0).sum(2).cpu().numpy()
         assert not (tokens % unit_tokens).any(), "a compressor that does not drop keeps whole pages"
-        before = sequence.kept
-        sequence.kept = self._kept(end, entries.cpu().numpy(), tokens // unit_tokens, positions, carry, None)
+        before = choice.sequence.kept
+        choice.sequence.kept = self._kept(choice, entries.cpu().numpy(), tokens // unit_tokens, None)
         if before is not None:
             before.release()
 
     def _kept(
-        self,
-        end: int,
-        entries: NDArray[np.int32],
-        counts: NDArray[np.int64],
-        positions: Tensor,
-        carry: Tensor | None,
-        slabs: list[Slabs] | None,
+        self, choice: _Choice, entries: NDArray[np.int32], counts: NDArray[np.int64], slabs: list[Slabs] | None
     ) -> KeptSet:
         device, counts = self._runner.kv.device, counts.astype(np.int32)
-        return KeptSet(end, upload(entries, device), upload(counts, device), positions, carry, slabs, self.split)
+        return KeptSet(
+            choice.end, upload(entries, device), upload(counts, device), choice.positions, choice.carry, slabs,
+            self.split,
+        )  # fmt: skip
 
     def check(self, holders: Iterable[Sequence]) -> None:
         """Recount who holds which kept set and which runs."""
@@ -183,6 +166,25 @@ class Compaction:
             if kept.holders != held[key]:
                 raise AssertionError(f"a kept set counts {kept.holders} holders, {held[key]} hold it")
         self.split.check([kept.slabs for kept in sets.values() if kept.slabs is not None])
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """What a compressor keeps of a sequence in front of token ``end``: the tokens ``order`` int64 [L, Hkv, n] of the
+    context, with their ``positions`` int64 and what is carried on with them, fp32; position -1 is padding."""
+
+    sequence: Sequence
+    context: SequenceContext
+    end: int
+    order: Tensor
+    positions: Tensor
+    carry: Tensor | None
+
+    @property
+    def tokens(self) -> NDArray[np.int64]:
+        """How many of each layer and KV head, [L, Hkv]."""
+        counts: NDArray[np.int64] = (self.positions >= 0).sum(2).cpu().numpy()
+        return counts
 
 
 @dataclass

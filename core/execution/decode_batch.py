@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from octavo.core.step_plan import Chunk
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class DecodeBatch:
     """The sequences of a replayed step, a token each. The batch of the step behind it has the same columns and the next
     ``starts``; a sequence that ends leaves a row out; nobody comes in. So the host's work for a token does not grow
@@ -109,13 +110,14 @@ class DecodeBatch:
     def following(self) -> DecodeBatch | None:
         """The next tokens of those that have one; None if there are none, or if the host must first read the tokens of
         this batch."""
-        starts = self.starts + 1
-        if (starts >= self.halts).any():
+        moved = copy(self)
+        moved.starts = self.starts + 1
+        if (moved.starts >= self.halts).any():
             return None
-        going = starts < self.stops
+        going = moved.starts < self.stops
         if going.all() and len(going):
-            return replace(self, starts=starts)
-        return replace(self, starts=starts)._only(going) if going.any() else None
+            return moved
+        return moved._only(going) if going.any() else None
 
     def _only(self, which: NDArray[np.bool_]) -> DecodeBatch:
         columns = {f.name: getattr(self, f.name)[which] for f in fields(self) if f.name not in ("sequences", "methods")}
@@ -130,6 +132,8 @@ class DecodeBatch:
     @property
     def choosers(self) -> NDArray[np.int64]:
         """Which of ``methods`` chooses in this step, int64 [n]."""
+        if len(self.methods) == 1:
+            return self.chooser
         return np.where(self.starts >= self.whole, self.chooser, 0)
 
     def settle(self) -> None:

@@ -123,6 +123,8 @@ class DecodeProgram:
         self._page_tokens = page_tokens
         self._lists = torch.full((MOST_SETS, max_seqs), -1, dtype=torch.int64, device=kv.device)
         self._groups = torch.zeros((4, max_seqs + 1), dtype=torch.int32, device=kv.device)
+        self._told_lists: list[list[int]] = []
+        self._told_runs: tuple[NDArray[np.int32] | None, Sequential[int], int] = (None, [], 0)
         self._graphs: dict[Variant, torch.cuda.CUDAGraph] = {}
         self._news: dict[Variant, Tensor] = {}
         self._captured: Tensor | None = None
@@ -148,8 +150,7 @@ class DecodeProgram:
         variant = Variant(self.bucket(max(rows) + 1), runs is not None)
         self._prepare(variant)
         if runs is not None:
-            spread = spread_groups(runs, rows, variant.rows)
-            self._groups[:, : variant.rows + 1] = upload(spread, self._kv.device)
+            self._tell_runs(runs, rows, variant.rows)
         return self._replay(variant)
 
     def sparse_step(self, one: RowSet) -> Tensor:
@@ -165,14 +166,23 @@ class DecodeProgram:
         members = tuple(self._variant(self.bucket(len(one.rows)), one) for one in sets)
         variant = Variant(self.bucket(max(max(one.rows) for one in sets) + 1), sets=members)
         self._prepare(variant)
-        lists = np.full(self._lists.shape, -1, np.int64)
-        for number, (one, member) in enumerate(zip(sets, members, strict=True)):
-            lists[number, : len(one.rows)] = one.rows
+        for one, member in zip(sets, members, strict=True):
             if one.runs is not None:
-                spread = spread_groups(one.runs, range(len(one.rows)), member.rows)
-                self._groups[:, : member.rows + 1] = upload(spread, self._kv.device)
-        self._lists.copy_(upload(lists, self._kv.device))
+                self._tell_runs(one.runs, list(range(len(one.rows))), member.rows)
+        if self._told_lists != (listed := [one.rows for one in sets]):
+            lists = np.full(self._lists.shape, -1, np.int64)
+            for number, rows in enumerate(listed):
+                lists[number, : len(rows)] = rows
+            self._lists.copy_(upload(lists, self._kv.device))
+            self._told_lists = listed
         return self._replay(variant)
+
+    def _tell_runs(self, runs: NDArray[np.int32], rows: Sequential[int], bucket: int) -> None:
+        """Let the groups be those of ``runs``, whose sequences are in ``rows``. They stay while the same decode."""
+        told, told_rows, told_bucket = self._told_runs
+        if runs is not told or rows != told_rows or bucket != told_bucket:
+            self._groups[:, : bucket + 1] = upload(spread_groups(runs, rows, bucket), self._kv.device)
+            self._told_runs = runs, rows, bucket
 
     def _variant(self, rows: int, one: RowSet) -> Variant:
         if one.method is None:
@@ -271,6 +281,7 @@ class DecodeProgram:
         began = time.perf_counter()
         decoding = self.state.rows.clone()
         self.state.rows.fill_(-1)
+        self._told_lists, self._told_runs = [], (None, [], 0)
         self._lists.fill_(-1)
         self._groups.zero_()
         self._groups[0] = torch.arange(self._groups.shape[1], device=self._groups.device)

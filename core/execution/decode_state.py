@@ -55,12 +55,13 @@ class DecodeState:
             self._known.pop(chunk.sequence, None)
 
     def carries(self, batch: DecodeBatch) -> bool:
-        """Whether the device can go on with a batch without a word from the host."""
-        rows = self._decoding
-        if batch.sequences is not self._sequences:
-            if any(sequence not in self._known for sequence in batch.sequences):
-                return False
-            rows = np.array([self._known[sequence] for sequence in batch.sequences])
+        """Whether the device can go on with the batch behind that of the last step, or with some of it, without a word
+        from the host."""
+        if batch.sequences is self._sequences:
+            return True
+        if any(sequence not in self._known for sequence in batch.sequences):
+            return False
+        rows = np.array([self._known[sequence] for sequence in batch.sequences])
         return np.array_equal(self._at[rows], batch.starts)
 
     def bring_in(self, batch: DecodeBatch, rows: NDArray[np.int64]) -> NDArray[np.bool_]:

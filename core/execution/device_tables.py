@@ -11,11 +11,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.core.memory.block_table import BlockTable
+from octavo.core.memory.page_pool import Pages
 from octavo.core.sequence import Sequence
 from octavo.core.uploads import upload
-from octavo.kernels.layout import pack_entries
+from octavo.kernels.layout import packed
 
-Entries = tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.int64]]
+Entries = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]
 """Units, valid counts and places of some table entries, slice by slice."""
 
 
@@ -74,11 +75,26 @@ class DeviceTables:
                         if number == 0:
                             self._write_positions(sequence)
             first_slice += slices
+        self._write(changes, written)
+
+    def grow(self, sequences: list[Sequence], numbers: NDArray[np.int64], pages: Pages) -> None:
+        """Write one more full page of text of each of some sequences with one table, number ``numbers[i]`` of it. All
+        in front of it is up to date."""
+        layout, tables = sequences[0].layout, [sequence.table for sequence in sequences]
+        assert all(table.stale_from == table.n_pages - 1 for table in tables), "more than the last page has changed"
+        width = layout.page_entries(0)
+        self._widen((int(numbers.max()) + 1) * width)
+        places = self.rows(sequences) * self.entries.shape[2] + numbers * width
+        places = self._in_slices((places[:, None] + np.arange(width)).ravel(), 0, tables[0].slices)
+        units = tables[0].listed(pages, width).ravel().astype(np.int64)
+        self._write([(units, np.full(len(units), layout.unit_tokens), places)], tables)
+
+    def _write(self, changes: list[Entries], tables: list[BlockTable]) -> None:
+        """Write entries, after which ``tables`` are up to date."""
         units, counts, places = (np.concatenate(columns) for columns in zip(*changes, strict=True))
-        values = pack_entries(torch.from_numpy(units), torch.from_numpy(counts))
-        both = upload(np.stack([places, values.numpy()]), self.entries.device)  # one copy, not two
+        both = upload(np.stack([places, packed(units, counts)]), self.entries.device)  # one copy, not two
         self.entries.view(-1).index_copy_(0, both[0], both[1].int())
-        for table in written:  # only now: a copy that failed is made again
+        for table in tables:  # only now: a copy that failed is made again
             table.stale_from = table.n_pages
 
     def _widen(self, entries: int) -> None:
@@ -100,7 +116,7 @@ class DeviceTables:
         rows = np.repeat([self._rows[sequence] for sequence in sequences], n) * self.entries.shape[2]
         places = ((rows + behind * width)[:, None] + np.arange(width)).ravel()
         units = tables[0].listed(pages, width)  # [slices, entries]
-        counts = np.where(units > 0, np.int32(layout.unit_tokens), np.int32(0))
+        counts = np.where(units > 0, layout.unit_tokens, 0)
         return units.ravel().astype(np.int64), counts.ravel(), self._in_slices(places, first_slice, tables[0].slices)
 
     def _difference(self, sequence: Sequence, table: BlockTable, first_slice: int) -> Entries:

@@ -46,16 +46,16 @@ class Publisher:
                 continue
             done, full = len(sequence.nodes), sequence.findable_pages(sequence.computed)
             sequence.full_at = sequence.layout.end_token(full)
+            listed = [table.pages(done, full).tolist() for table in sequence.tables]
             for number, (key, content) in enumerate(sequence.keyed(done, full), done):
                 parent = sequence.nodes[-1] if sequence.nodes else sequence.request.root
                 lent = sequence.layout.lent(number)
                 node = self._pool.index.enter(key, parent, *content, lent=lent)
                 sequence.nodes.append(node)
                 self._published(key, sequence)
-                for pages, table in zip(found, sequence.tables, strict=True):
-                    (page,) = table.pages(number, number + 1).tolist()
-                    if page not in self._pool.index:
-                        pages.setdefault(page, (node, sequence.request.priority))
+                for pages, own in zip(found, listed, strict=True):
+                    if own[number - done] not in self._pool.index:
+                        pages.setdefault(own[number - done], (node, sequence.request.priority))
             if sequence.shelf is not None:
                 unchained.append(sequence.table.pages(done, full))
         for group, pages in enumerate(found):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from collections.abc import Sequence as Sequential
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,13 +12,19 @@ from torch import Tensor
 
 from octavo.core.costs import Count, dense_units
 from octavo.core.execution.attention import PagedStep
+from octavo.core.execution.decode_batch import DecodeBatch
 from octavo.core.execution.flight import Flight
 from octavo.core.hosting.hosted_pages import HostedPages
+from octavo.core.sequence import Sequence
 from octavo.core.step_plan import Chunk
+
+MOST_LANDED = 256
+"""Replayed steps that are summed up together."""
 
 
 class ReadAccounts:
-    """Adds to ``Sequence.decode_steps``, ``kv_bytes_read`` and ``digest_bytes_read`` for tokens behind the prompt.
+    """Adds to ``Sequence.decode_steps``, ``kv_bytes_read`` and ``digest_bytes_read`` for tokens behind the prompt. What
+    replayed steps read is added when the next ones are of others, and with ``settle``.
 
     ``bytes_spared`` are those that decoding has read less, over all layers and KV heads, than the tables that its
     kernels were given list, because a run that several tables share was read once.
@@ -27,7 +34,7 @@ class ReadAccounts:
         windows: of the model's layers (0: none).
     """
 
-    def __init__(self, kv: Tensor, windows: Sequence[int], page_tokens: int) -> None:
+    def __init__(self, kv: Tensor, windows: Sequential[int], page_tokens: int) -> None:
         self._kv = kv
         self._windows = Counter(windows)
         self._page_tokens = page_tokens
@@ -36,22 +43,35 @@ class ReadAccounts:
         self._head_bytes = 2 * kv.shape[5] * self._itemsize  # of a token in one layer and KV head
         self._row_bytes = self._head_bytes * kv.shape[3]  # of a token in one layer
         self.bytes_spared = 0
+        self._sequences: list[Sequence] = []
+        self._landed: list[tuple[DecodeBatch, NDArray[np.int64] | None]] = []
 
     def flight(self, flight: Flight, read: NDArray[np.int64]) -> None:
-        """A replayed step: whole tables, in closed form; or, under methods, what its kernels have counted, ``read``
-        int64 [2, rows]: table entries, and elements read to choose them."""
+        """A replayed step. Under methods ``read`` int64 [2, rows] is what its kernels have counted: table entries, and
+        elements read to choose them."""
         batch = flight.batch
-        counts = batch.starts >= batch.prompts
-        if len(read):
-            units, elements = read[:, flight.rows] * counts
-            kv, digests = units * self._unit_tokens * self._head_bytes, elements * self._itemsize
-        else:
-            kv = self._whole(batch.starts + 1) * counts
-            digests = np.zeros_like(kv)
-        columns = (counts & ~batch.drafting).tolist(), kv.tolist(), digests.tolist()
-        for sequence, step, kv_bytes, digest_bytes in zip(batch.sequences, *columns, strict=True):
+        if batch.sequences is not self._sequences or len(self._landed) == MOST_LANDED:
+            self.settle()
+            self._sequences = batch.sequences
+        self._landed.append((batch, read[:, flight.rows] if len(read) else None))
+
+    def settle(self) -> None:
+        """Tell the sequences of replayed steps what they have read: whole tables, in closed form, or what was counted.
+        Those that have ended were told before they did."""
+        landed, self._landed = self._landed, []
+        if not landed:
+            return
+        first, starts = landed[0][0], np.stack([batch.starts for batch, _ in landed])  # [steps, n]
+        counts = starts >= first.prompts
+        kv, digests = self._whole(starts + 1), np.zeros_like(starts)
+        for step, (_, read) in enumerate(landed):
+            if read is not None:
+                kv[step] = read[0] * self._unit_tokens * self._head_bytes
+                digests[step] = read[1] * self._itemsize
+        sums = ((column * counts).sum(0).tolist() for column in (~first.drafting, kv, digests))
+        for sequence, steps, kv_bytes, digest_bytes in zip(self._sequences, *sums, strict=True):
             if sequence.finish_reason is None:
-                sequence.decode_steps += step
+                sequence.decode_steps += steps
                 sequence.kv_bytes_read += kv_bytes
                 sequence.digest_bytes_read += digest_bytes
 

@@ -91,7 +91,7 @@ class Replayer:
         self._lineup = None
         try:
             stays = lineup is not None and lineup.sequences is batch.sequences and not lineup.gaps
-            if lineup is None or not stays or not np.array_equal(choosers, lineup.choosers):
+            if lineup is None or not stays or not (choosers is lineup.choosers or (choosers == lineup.choosers).all()):
                 lineup, stays = self._line_up(batch, choosers, running), False
             comes_in = self.program.state.bring_in(batch, lineup.rows)
             if not stays:

@@ -191,7 +191,11 @@ class StepRunner:
         assert self._replayer is not None and plan.batch is not None
         try:
             if plan.ahead and not plan.copies and self._host is None:
-                self._tables.update(plan.grown)
+                self._tables.update(plan.changed)
+                if plan.growth is not None:
+                    members = [plan.batch.sequences[member] for member in plan.growth.members.tolist()]
+                    numbers = plan.batch.starts[plan.growth.members] // self._page_tokens
+                    self._tables.grow(members, numbers, plan.growth.pages)
             else:
                 self._make_ready(scheduler)
         except BaseException:

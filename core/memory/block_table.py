@@ -94,12 +94,12 @@ class BlockTable:
         """Add pages at the end; zeros are holes. The caller's references pass to this table."""
         if len(pages) == 0:
             return
-        filled = self.n_pages % LEAF_PAGES
-        room = (LEAF_PAGES - filled) % LEAF_PAGES
+        room = -self.n_pages % LEAF_PAGES
         if room:
             leaf = self._own_leaf(len(self._root) - 1)
             leaf.pages = np.concatenate([leaf.pages, pages[:room]])
-        self._root += [Leaf(pages[i : i + LEAF_PAGES].copy()) for i in range(room, len(pages), LEAF_PAGES)]
+        if room < len(pages):
+            self._root += [Leaf(pages[i : i + LEAF_PAGES].copy()) for i in range(room, len(pages), LEAF_PAGES)]
         if self.first_page == self.n_pages:
             self.first_page += int(np.argmax(pages > 0)) if pages.any() else len(pages)
         self.n_pages += len(pages)
@@ -191,12 +191,16 @@ class BlockTable:
         return leaf
 
 
-def append_page(tables: Sequence[BlockTable], pool: PagePool, units: int) -> None:
+def append_pages(tables: Sequence[BlockTable], pool: PagePool, units: int) -> Pages:
     """One more page of ``units`` units at the end of each of some tables, all allocated at once. Precondition: as many
     units are available."""
-    pages = pool.allocate_each(units, [table.near for table in tables])
+    if pool.looks_near:
+        pages = pool.allocate_each(units, [table.near for table in tables])
+    else:
+        pages = pool.allocate(len(tables), units)
     for number, table in enumerate(tables):
         table.append(pages[number : number + 1])
+    return pages
 
 
 def check_tables(tables: Iterable[BlockTable], pool: PagePool, split: Units | None = None) -> None:

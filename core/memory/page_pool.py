@@ -82,6 +82,11 @@ class PagePool:
         return self._allocator.free_units
 
     @property
+    def looks_near(self) -> bool:
+        """Whether it makes a difference what pages had better lie next to."""
+        return self._allocator.looks_near
+
+    @property
     def cached_units(self) -> int:
         return self._cached
 

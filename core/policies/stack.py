@@ -19,6 +19,8 @@ class StackAllocator(UnitAllocator):
     stays one. ``near`` is ignored: a stack cannot look by address.
     """
 
+    looks_near = False
+
     def __init__(self, total_units: int) -> None:
         super().__init__(total_units)
         self._stack = np.arange(1, self.total_units + 1, dtype=np.int32)

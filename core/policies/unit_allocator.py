@@ -28,6 +28,9 @@ class UnitAllocator(ABC):
         ValueError: ``total_units`` is not a whole number, or below 1.
     """
 
+    looks_near = True
+    """Whether a policy heeds ``near``."""
+
     def __init__(self, total_units: int) -> None:
         self.total_units = _count("total_units", total_units)
         self.free_units = self.total_units

@@ -1,5 +1,8 @@
 """Decode steps as one program: the same tokens as eager steps, a step later, whatever happens in between."""
 
+import cProfile
+import pstats
+
 import numpy as np
 import pytest
 import torch
@@ -181,6 +184,34 @@ class TestLookingAhead:
             seen += [token for _, ids, _ in self.news(counting) for token in ids]
             assert all(-1 not in s.tokens for s in counting._scheduler.running)
         assert seen == [6, 7, 8, 9]
+
+
+class TestHostsPart:
+    """Of steps that are planned ahead, with the device's part left out."""
+
+    def calls(self, model, sequences, **params):
+        """Calls of 16 steps, in which each sequence fills a page."""
+        config = EngineConfig(max_seqs=sequences, pool_tokens=96 * sequences, execution="graph", prefix_cache=False)
+        engine = Engine(model, None, config)
+        engine._runner._program._replay = lambda variant: torch.full((1, variant.rows), 7)
+        for seed in range(sequences):
+            engine.submit(tokens(20 + seed % 16, seed), SamplingParams(max_tokens=40, ignore_eos=True, **params))
+        while len(engine.step()) < sequences:
+            pass
+        profile = cProfile.Profile()
+        with profile:
+            news = [engine.step() for _ in range(16)]
+        assert all(len(step) == sequences for step in news)
+        engine.check()
+        return pstats.Stats(profile).total_calls
+
+    def test_a_token_costs_few_calls(self, t_model):
+        few, many = self.calls(t_model, 16), self.calls(t_model, 48)
+        assert (many - few) / 16 / 32 < 6  # a sequence and step: its token, its news, and a sixteenth of a page
+
+    def test_what_may_end_a_sequence_costs_none(self, t_model):
+        plain = self.calls(t_model, 24)
+        assert abs(self.calls(t_model, 24, stop_token_ids=(3, 9), temperature=0.5, top_k=4) - plain) < 16 * 24
 
 
 class TestProgram:

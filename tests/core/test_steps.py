@@ -24,10 +24,12 @@ def tokens(n, seed=0):
     return random.Random(seed).choices(range(3, 128), k=n)
 
 
+ASKED = []
+"""Pages that somebody was told of, by number."""
+
+
 class Table:
     """A table of pages that are given by their units, [entries of the page] a slice."""
-
-    asked = []  # pages that somebody was told of, by number
 
     def __init__(self, *pages):
         self.units, self.stale_from = [np.array(page, np.int32) for page in pages], 0
@@ -41,11 +43,11 @@ class Table:
         return len(self.units)
 
     def pages(self, start):
-        self.asked += self.units[start:]
-        return np.arange(len(self.asked) - len(self.units[start:]), len(self.asked))
+        ASKED.extend(self.units[start:])
+        return np.arange(len(ASKED) - len(self.units[start:]), len(ASKED))
 
     def listed(self, pages, size):
-        return np.concatenate([np.empty((self.slices, 0), np.int32), *(self.asked[page] for page in pages)], axis=1)
+        return np.concatenate([np.empty((self.slices, 0), np.int32), *(ASKED[page] for page in pages)], axis=1)
 
     def entries(self, start, stop, layout):
         return np.concatenate(self.units[start:stop], axis=1)
