@@ -70,6 +70,7 @@ class _Gates:
 
     method: DuoAttention
     every: int = 0
+    chooser: None = None
 
     @property
     def window(self) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import prod
 
 from torch import Tensor
 
@@ -209,7 +208,7 @@ class Method:
         """Elements a KV head that scoring reads: the scorer's parts of the digests of full pages, and what else it
         says."""
         shapes = self.digest.spec(page_tokens, spec) if self.digest else {}
-        digest = sum(prod(shapes[part][1:]) for part in self.scorer.parts)
+        digest = sum(self.scorer.elements_of(shapes[part][1:]) for part in self.scorer.parts)
         more = self.scorer.elements(tokens, spec, page_tokens)
         more += self.scorer.narrowing(budget, tokens, spec, page_tokens)
         return (tokens - 1) // page_tokens * digest + more

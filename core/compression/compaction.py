@@ -127,7 +127,8 @@ class Compaction:
         slabs.transpose(1, 0, 2)[np.arange(slabs.shape[2]) < runs.T[..., None]] = np.concatenate(by_head)
         self._write(moved, upload(slabs, self._runner.kv.device), positions)
         entries = pack_runs(slabs, tokens, sequence.layout.unit_tokens)
-        sequence.kept = self._kept(end, entries, runs, positions, carry, by_head)
+        digests = self._digests(sequence, context, moved, tokens)
+        sequence.kept = self._kept(end, entries, runs, positions, carry, by_head, tokens, digests)
 
     def _write(self, moved: list[tuple[Tensor, Tensor]], slabs: Tensor, positions: Tensor) -> None:
         """Put K and V [Hkv, n, D] of each layer into runs of ``slabs`` int64 [L, Hkv, M], but for padding."""
@@ -154,8 +155,10 @@ class Compaction:
         entries = table.expand(-1, order.shape[1], -1).gather(2, order[..., ::unit_tokens] // unit_tokens)
         tokens = (positions >= 0).sum(2).cpu().numpy()
         assert not (tokens % unit_tokens).any(), "a compressor that does not drop keeps whole pages"
-        before = sequence.kept
-        sequence.kept = self._kept(end, entries.cpu().numpy(), tokens // unit_tokens, positions, carry, None)
+        moved = (context.gathered(number, order[number]) for number in range(len(order)))
+        digests = self._digests(sequence, context, moved, tokens)
+        before, counts = sequence.kept, tokens // unit_tokens
+        sequence.kept = self._kept(end, entries.cpu().numpy(), counts, positions, carry, None, tokens, digests)
         if before is not None:
             before.release()
 
@@ -167,9 +170,38 @@ class Compaction:
         positions: Tensor,
         carry: Tensor | None,
         slabs: list[Slabs] | None,
+        tokens: NDArray[np.int64],
+        digests: dict[str, Tensor],
     ) -> KeptSet:
         device, counts = self._runner.kv.device, counts.astype(np.int32)
-        return KeptSet(end, upload(entries, device), upload(counts, device), positions, carry, slabs, self.split)
+        most = tokens.max(1).tolist()
+        return KeptSet(
+            end, upload(entries, device), upload(counts, device), positions, carry, slabs, self.split, most, digests
+        )
+
+    def _digests(
+        self,
+        sequence: Sequence,
+        context: SequenceContext,
+        moved: Iterable[tuple[Tensor, Tensor]],
+        tokens: NDArray[np.int64],
+    ) -> dict[str, Tensor]:
+        """Digests of the pages that ``tokens`` [L, Hkv] of K and V [Hkv, n, D] of each layer make, by part; none if no
+        method chooses among them, otherwise all heads of a layer have as many, in whole pages."""
+        method, page = sequence.request.method, context.page_tokens
+        if method is None or method.digest is None:
+            return {}
+        found: dict[str, list[Tensor]] = {}
+        for at, ((keys, values), kept) in enumerate(zip(moved, tokens, strict=True)):
+            count = int(kept[0])
+            assert (kept == count).all() and count % page == 0, "a method chooses among whole pages"
+            heads, dim = keys.shape[0], keys.shape[2]
+            k, v = (x[:, :count].view(heads, -1, page, dim).transpose(0, 1)[:, None] for x in (keys, values))
+            for part, rows in method.digest.compute(k, v, context.layers[at : at + 1]).items():
+                rows = rows[:, 0].transpose(0, 1).to(keys.dtype)  # [Hkv, pages, ...]
+                missing = [0, 0] * (rows.dim() - 2) + [0, int(tokens.max()) // page - rows.shape[1]]
+                found.setdefault(part, []).append(torch.nn.functional.pad(rows, missing, value=torch.nan))
+        return {part: torch.stack(layers) for part, layers in found.items()}
 
     def check(self, holders: Iterable[Sequence]) -> None:
         """Recount who holds which kept set and which runs."""

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from octavo.core.interfaces import LayerTraits, ModelSpec
+from octavo.core.interfaces import LayerTraits, ModelSpec, SparseMethod
 
 
 class LayerContext(Protocol):
@@ -74,6 +74,11 @@ class Compressor(Protocol):
     def every(self) -> int: ...
     @property
     def drops(self) -> bool: ...
+    @property
+    def chooser(self) -> SparseMethod | None:
+        """How a step chooses among what is kept, which then fills whole pages, as many for each head of a layer; None:
+        it reads all."""
+        ...
 
     def keep(self, context: Context) -> Kept | None:
         """What to keep; None: everything. A compressor that does not drop keeps or hides whole pages."""

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from octavo.core.compression.kept_pages import KeptPages
 from octavo.core.compression.kept_tables import KeptTables
 from octavo.core.compression.observation import Observation
 from octavo.core.config import EngineConfig
@@ -415,7 +416,9 @@ class StepRunner:
             group.probed = [row for row, chunk in enumerate(chunks) if self._probed(chunk.sequence, chunk.start)]
             group.probe = self.probe if group.probed else None
             n_pages = np.array([-(-chunk.end // self._page_tokens) for chunk in chunks], np.int32)
-            sealed = [chunk.sequence.table.pages(0, chunk.start // self._page_tokens) for chunk in chunks]
+            first = [0 if c.sequence.kept is None else c.sequence.kept.end // self._page_tokens for c in chunks]
+            full = [c.start // self._page_tokens for c in chunks]
+            sealed = [c.sequence.table.pages(i, n) for c, i, n in zip(chunks, first, full, strict=True)]
             first_units = np.zeros((len(chunks), n_pages.max()), np.int64)
             for row, pages in enumerate(sealed):
                 first_units[row, : len(pages)] = pages
@@ -423,7 +426,7 @@ class StepRunner:
             hosted = self.hosted.get(method.provenance)
             if method.digest is not None:
                 store = self._digest_store(method, hosted is not None)
-                exact = [chunk.sequence.computed // self._page_tokens for chunk in chunks]
+                exact = [c.sequence.computed // self._page_tokens - i for i, c in zip(first, chunks, strict=True)]
                 store.make([pages[:count] for pages, count in zip(sealed, exact, strict=True)])
                 store.make([pages[count:] for pages, count in zip(sealed, exact, strict=True)], drafts=True)
                 parts = store.parts
@@ -448,6 +451,8 @@ class StepRunner:
                 away=away,
                 prior=self._prior(chunks, int(n_pages.max())),
             )
+            if group.kept is not None:
+                group.pages = KeptPages.of(group.pages, group.kept, chunks)
         return group
 
     def _prior(self, chunks: list[Chunk], pages: int) -> Tensor | None:
@@ -503,14 +508,15 @@ class StepRunner:
         return (start - span.start) % self.probe.every == 0
 
     def _packing(self, chunk: Chunk) -> tuple[int, int]:
-        """Dense decodes, those of compressed sequences, those with lent pages, then one group a method, then chunks in
-        blocks of queries, then other chunks, like the dense decodes; the order within a group is kept."""
+        """Dense decodes, those of compressed sequences, those with lent pages, then one group a method, and one of
+        compressed sequences, then chunks in blocks of queries, then other chunks, like the dense decodes; the order
+        within a group is kept."""
         sequence = chunk.sequence
         kind = 1 if sequence.kept is not None else 2 if sequence.layout.lends else 0
         if chunk.count > 1:
-            return (2, 0) if chunk.in_blocks else (3, kind)
+            return (3, 0) if chunk.in_blocks else (4, kind)
         method = self._method(chunk)
-        return (0, kind) if method is None else (1, id(method))
+        return (0, kind) if method is None else (1 + (sequence.kept is not None), id(method))
 
     def _lent_rows(self, chunks: list[Chunk]) -> VirtualRows | None:
         """The tables of sequences with lent pages in parts; none of the others are in a group with them."""

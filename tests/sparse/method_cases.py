@@ -66,11 +66,13 @@ class View:
     def once(self, key, make):
         return make()
 
-    def digest(self, part):
+    def digest(self, part, channels=None):
         keys = self.k.flatten(0, 1)[:, None]  # [b * P, one layer, Hkv, p, D]
         digest = self.kind.compute(keys, keys, [1])[part].squeeze(1).unflatten(0, (2, 9))
         digest[0, 8:], digest[1, 5:] = float("nan"), 50.0  # whatever was there
-        return digest
+        if channels is None:
+            return digest
+        return digest.take_along_dim(channels[:, None, :, None], 4)  # [b, P, Hkv, s, r]
 
     def digest_at(self, part, at):
         digest = self.digest(part).transpose(1, 2)  # [b, Hkv, P, ...]
