@@ -205,6 +205,7 @@ class Sequence:
         self.resident_lookups = self.resident_misses = 0
         self.prefill_bytes_read = 0
         self.prefill_scoring_bytes_read = 0
+        self.extra_tokens = 0
         self._keys: SharedList[PageKey] = SharedList()
         self.nodes: SharedList[Node] = SharedList()
 
@@ -289,6 +290,7 @@ class Sequence:
             drafts=self.drafts.counts,
             prefill_bytes_read=self.prefill_bytes_read,
             prefill_scoring_bytes_read=self.prefill_scoring_bytes_read,
+            extra_tokens=self.extra_tokens,
         )
 
     def method_spans(self, known: int) -> list[SparseSpan]:
@@ -525,7 +527,10 @@ class Sequence:
             tokens = self.whole(tokens)
         pages, tokens = self.layout.kept(tokens, self.computed)
         for number, table in enumerate(self.tables):
-            if tokens and table.first_page > self.first_seen(number, tokens):
+            seen = self.first_seen(number, tokens)
+            if number == 0 and self.kept is not None:
+                seen = max(seen, self.layout.page_of(self.kept.end))
+            if tokens and table.first_page > seen:
                 self.rewind()
                 return
         for table in self.tables:

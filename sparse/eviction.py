@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal, Protocol, TypeVar, cast
 import torch
 from torch import Tensor
 
-from octavo.core.compression.interfaces import Context, Kept, LayerContext, TokenScorer
+from octavo.core.compression.interfaces import Context, ContextScorer, Kept, TokenScorer
 from octavo.core.interfaces import (
     Budget,
     Digest,
@@ -25,10 +25,10 @@ from octavo.core.interfaces import (
     SparseMethod,
     TokenSelection,
 )
+from octavo.sparse.budgets import JointBudget
 from octavo.sparse.checks import check_integer
 from octavo.sparse.keep import Keep
 from octavo.sparse.method import Method
-from octavo.sparse.ranking import kept_first
 from octavo.sparse.selectors import TopK
 
 
@@ -244,53 +244,77 @@ class _Eviction:
     def chooser(self) -> SparseMethod | None:
         return self.method.chooser
 
-    def keep(self, context: Context) -> Kept | None:
-        method, grain = self.method, self.method.grain_tokens(context.page_tokens)
-        masks, carried = [], []
-        for number in context.layers:
-            layer = context.layer(number)
-            if number in method.dense_layers:
-                masks.append(torch.ones_like(layer.positions, dtype=torch.bool))
-                scores = layer.carried
-            else:
-                scores = method.scorer.score(layer, context)
-                masks.append(self._layer(layer, context, scores, grain))
-            carried.append(scores)
-        return Kept(torch.stack(masks), torch.stack(carried) if method.scorer.carries else None)
+    def behind(self, tokens: int, read: Callable[[str | Sequence[int]], list[int]]) -> int:
+        scorer = self.method.scorer
+        return scorer.behind(tokens, read) if isinstance(scorer, ContextScorer) else 0
 
-    def _layer(self, layer: LayerContext, context: Context, scores: Tensor, grain: int) -> Tensor:
-        """bool [Hkv, N] of what one layer keeps.
+    def keep(self, context: Context) -> Kept | None:
+        """bool [L, Hkv, N] of what is kept.
 
         1. Tokens are put together to candidates of ``grain`` tokens, each with the mean of its tokens' scores.
         2. Sinks, recent tokens and the open page go first; padding is no candidate.
-        3. The budget is divided among the heads, and each keeps its best. Equal scores go to the earlier candidate.
+        3. The budget is divided among the heads of a layer, or, if it is for all layers together, among those of all;
+           and each keeps its best. Equal scores go to the earlier candidate.
         """
-        keep, width = self.method.keep, layer.positions.shape[1]
-        positions = _grouped(layer.positions, grain, -1)  # [Hkv, P, grain]
+        method, grain = self.method, self.method.grain_tokens(context.page_tokens)
+        budget, spec = method.kept_budget(context.tokens), context.spec
+        sparse = [number for number in context.layers if number not in method.dense_layers]
+        if isinstance(method.scorer, ContextScorer):
+            if all(-(-context.tokens // grain) <= budget.pages(number, spec.layers, grain) for number in sparse):
+                return None
+            scores = dict(zip(context.layers, method.scorer.score_all(context), strict=True))
+        else:
+            scores = {}
+        masks, carried, ranked = {}, [], {}
+        for number in context.layers:
+            layer = context.layer(number)
+            if number not in sparse:
+                masks[number], scores[number] = torch.ones_like(layer.positions, dtype=torch.bool), layer.carried
+            else:
+                if number not in scores:
+                    scores[number] = method.scorer.score(layer, context)
+                ranked[number] = self._rank(layer.positions, context, scores[number], grain)
+            carried.append(scores[number])
+        for number, granted in self._grant(ranked, budget, context, grain).items():
+            order = ranked[number].argsort(dim=1, descending=True, stable=True)
+            best = torch.arange(order.shape[1], device=order.device) < granted[:, None]
+            chosen = torch.zeros_like(best).scatter(1, order, best)
+            masks[number] = chosen.repeat_interleave(grain, 1)[:, : scores[number].shape[1]]
+        kept = torch.stack([masks[number] for number in context.layers])
+        return Kept(kept, torch.stack(carried) if method.scorer.carries else None)
+
+    def _rank(self, positions: Tensor, context: Context, scores: Tensor, grain: int) -> Tensor:
+        """fp32 [Hkv, P]: the candidates' scores, infinite for those that are kept in any case, minus infinite for what
+        is no candidate."""
+        keep = self.method.keep
+        positions = _grouped(positions, grain, -1)  # [Hkv, P, grain]
         exists = positions >= 0
         scores = (_grouped(scores, grain, 0.0).where(exists, 0.0)).sum(2) / exists.sum(2).clamp(min=1)
         recent = max(keep.recent_tokens, context.open_tokens)
         first = exists & ((positions < keep.sink_tokens) | (positions >= context.tokens - recent))
         most = torch.finfo(torch.float32).max / 2  # no score is above what is kept in any case
         scores = scores.nan_to_num(nan=-most).clamp(-most, most).masked_fill(first.any(2), torch.inf)
-        count = exists.any(2).sum(1)  # [Hkv]
-        # Budgets ask no more of pages than this.
-        candidates = cast(
-            PageView,
-            Candidates(layer.layer, context.spec.layers, grain, scores.shape[1], count.amax()[None].to(torch.int32)),
-        )
-        nothing = torch.zeros((1, scores.shape[1]), dtype=torch.bool, device=scores.device)
-        scores = scores.where(exists.any(2), -torch.inf)[None]
-        budget = self.method.kept_budget(context.tokens)
-        most_read = budget.pages(layer.layer, context.spec.layers, grain)
-        granted = budget.allocate(scores, nothing, candidates)[0]
-        if self.method.choosing is not None and grain == 1:
-            granted = context.open_tokens + whole_pages(granted - context.open_tokens, context.page_tokens)
-        granted = granted.where(count > most_read, count)
-        order = kept_first(scores, nothing, candidates)[0].argsort(dim=1, descending=True, stable=True)
-        best = torch.arange(order.shape[1], device=order.device) < granted[:, None]
-        chosen = torch.zeros_like(best).scatter(1, order, best)
-        return chosen.repeat_interleave(grain, 1)[:, :width]
+        return scores.where(exists.any(2), -torch.inf)
+
+    def _grant(self, ranked: dict[int, Tensor], budget: Budget, context: Context, grain: int) -> dict[int, Tensor]:
+        """Candidates that each head keeps, int64 [Hkv] by layer."""
+        layers, found = context.spec.layers, {}
+        if ranked and isinstance(budget, JointBudget):
+            together = budget.divide(torch.stack([*ranked.values()]), grain)
+            found = dict(zip(ranked, together, strict=True))
+        for number, scores in ranked.items():
+            count = (scores > -torch.inf).sum(1)  # [Hkv]
+            if number not in found:
+                most = count.amax()[None].to(torch.int32)
+                # Budgets ask no more of pages than this.
+                candidates = cast(PageView, Candidates(number, layers, grain, scores.shape[1], most))
+                nothing = torch.zeros((1, scores.shape[1]), dtype=torch.bool, device=scores.device)
+                found[number] = budget.allocate(scores[None], nothing, candidates)[0]
+            if self.method.choosing is not None and grain == 1:
+                opened = context.open_tokens
+                found[number] = opened + whole_pages(found[number] - opened, context.page_tokens)
+            found[number] = found[number].where(count > budget.pages(number, layers, grain), count)
+        return found
 
     def kept_units(self, tokens: int, layer: int, spec: ModelSpec, page_tokens: int, unit_tokens: int) -> int:
         method, grain = self.method, self.method.grain_tokens(page_tokens)

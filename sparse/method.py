@@ -23,6 +23,7 @@ from octavo.core.interfaces import (
     Selector,
     TokenSelection,
 )
+from octavo.sparse.budgets import JointBudget
 from octavo.sparse.host_placement import Host
 from octavo.sparse.keep import Keep
 from octavo.sparse.placements import Resident
@@ -122,6 +123,11 @@ class Method:
             raise ValueError(
                 f"{self.name}: {self.scorer}, {self.budget} and {self.selector} do not agree whether pages or single "
                 "tokens are chosen; octavo.sparse.oracle_token has the parts for tokens, budgets.Uniform goes with them"
+            )
+        if isinstance(self.budget, JointBudget):
+            raise ValueError(
+                f"{self.name}: {self.budget} is divided among all layers at once, and a step chooses for one after the "
+                "other; it goes with methods that drop tokens (octavo.sparse.eviction.Evicting)"
             )
         if self.budget.needs_shares and not self.scorer.shares:
             raise ValueError(

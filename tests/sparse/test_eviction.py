@@ -266,6 +266,8 @@ class TestUnseen:
     """The last tokens of the prompt come after the decision, and read what it has left them."""
 
     def test_the_question_reads_what_was_kept(self, name, kind, model, engine_for, drain):
+        if name == "oracle_drop":
+            pytest.skip("it decides by the question")
         chosen = replace(evicting(name, **KINDS[kind]), choosing=None)  # which would begin behind the question
         for step_tokens in (64, 5):
             engine = engine_for(model, step_tokens=step_tokens, pool_tokens=80)
