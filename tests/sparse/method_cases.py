@@ -15,7 +15,8 @@ DROPPING = sorted(path.stem for path in CONFIGS.glob("*.yaml") if "placement: dr
 """Those that drop tokens: test_eviction.py."""
 WRAPPERS = ("lossless",)  # of another method: test_lossless.py
 PRIORS = ("quest_structure",)  # test_prior.py
-PATTERNS = ("a_shape", "top_pages", "vertical_slash", "xattention", "xattention_quest")  # test_prefill_patterns.py
+PATTERNS = ("a_shape", "flex_prefill", "top_pages", "vertical_slash", "xattention", "xattention_quest")
+"""Of prompts: test_prefill_patterns.py."""
 NAMES = sorted({path.stem for path in CONFIGS.glob("*.yaml")} - {*CALIBRATED, *DROPPING, *WRAPPERS, *PATTERNS, *PRIORS})
 SMALL = {"keep": {"sink_tokens": 4, "recent_tokens": 4}, "dense_layers": [0]}
 PYRAMIDS = ("hierarchical", "pyramid_kv")
