@@ -202,6 +202,18 @@ def test_a_page_s_share_is_estimated_from_some_channels_of_its_chunks():
             torch.testing.assert_close(scores[row, head, :full], share)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["rocketkv", "kvzip", "oracle_drop"])
+def test_triton_agrees_with_the_reference(name, make_llama, engine_for, drain):
+    """Heads of 64, since Triton's products want at least 16; what looks ahead does so on the card too."""
+    model = make_llama(num_hidden_layers=3, hidden_size=128, head_dim=64)
+    sizes = {"page_tokens": 16, "pool_tokens": 4000, "step_tokens": 256}
+    chosen, prompt = evicting(name, 48), PROMPT * 4
+    expected = run(engine_for(model, backend="reference", **sizes), drain, chosen, prompt)
+    got = run(engine_for(model.to("cuda"), backend="triton", **sizes), drain, chosen, prompt)
+    assert (got.token_ids, got.kv_bytes_read) == (expected.token_ids, expected.kv_bytes_read)
+
+
 class TestRefusals:
     def test_heads_that_keep_differently(self, model, engine_for):
         chosen = replace(staged("quest_shares"), budget=AdaHeads(20))
