@@ -220,6 +220,11 @@ class Sequence:
         return self.tables if self.shelf is None else [*self.tables, *self.shelf.tables]
 
     @property
+    def first_whole(self) -> int:
+        """The first page that no compressor has taken tokens from: what is kept of those before has other tables."""
+        return 0 if self.kept is None else self.layout.page_of(self.kept.end)
+
+    @property
     def away(self) -> int:
         return 0 if self.shelf is None else len(self.shelf.pages)
 
@@ -527,9 +532,7 @@ class Sequence:
             tokens = self.whole(tokens)
         pages, tokens = self.layout.kept(tokens, self.computed)
         for number, table in enumerate(self.tables):
-            seen = self.first_seen(number, tokens)
-            if number == 0 and self.kept is not None:
-                seen = max(seen, self.layout.page_of(self.kept.end))
+            seen = max(self.first_seen(number, tokens), 0 if number else self.first_whole)
             if tokens and table.first_page > seen:
                 self.rewind()
                 return

@@ -416,9 +416,8 @@ class StepRunner:
             group.probed = [row for row, chunk in enumerate(chunks) if self._probed(chunk.sequence, chunk.start)]
             group.probe = self.probe if group.probed else None
             n_pages = np.array([-(-chunk.end // self._page_tokens) for chunk in chunks], np.int32)
-            first = [0 if c.sequence.kept is None else c.sequence.kept.end // self._page_tokens for c in chunks]
-            full = [c.start // self._page_tokens for c in chunks]
-            sealed = [c.sequence.table.pages(i, n) for c, i, n in zip(chunks, first, full, strict=True)]
+            first = [chunk.sequence.first_whole for chunk in chunks]
+            sealed = [c.sequence.table.pages(c.sequence.first_whole, c.start // self._page_tokens) for c in chunks]
             first_units = np.zeros((len(chunks), n_pages.max()), np.int64)
             for row, pages in enumerate(sealed):
                 first_units[row, : len(pages)] = pages
