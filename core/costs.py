@@ -46,7 +46,8 @@ def predict_decode(
     ``prompt_tokens + 1, prompt_tokens + 2, ...`` tokens in the cache. A layer with a window reads the units that its
     window touches; a dense layer reads ceil(tokens / unit) units; a sparse layer reads the pages that its method
     predicts, the last of which is open and counts its filled units only. A method that drops tokens reads what it has
-    kept when it was last due, ``unseen_tokens`` before the prompt's end and every so many from then on, and all since.
+    kept when it was last due, ``unseen_tokens`` before the prompt's end and every so many from then on, and all since;
+    or pages of those, as it predicts.
     """
     units = elements = listed = 0
     compressor: Compressor | None = getattr(method, "compressor", None)
@@ -59,10 +60,16 @@ def predict_decode(
                 first = prompt_tokens - unseen_tokens
                 every = compressor.every or tokens
                 due = first + (tokens - 1 - first) // every * every
-                listed += compressor.kept_units(due, layer, spec, page_tokens, unit_tokens)
-                units += dense_units(tokens - due // page_tokens * page_tokens, 0, unit_tokens)
-                continue
-            read = method.predict(tokens, layer, spec, page_tokens)
+                kept = compressor.kept_units(due, layer, spec, page_tokens, unit_tokens)
+                since = tokens - due // page_tokens * page_tokens
+                if compressor.chooser is None:
+                    listed += kept
+                    units += dense_units(since, 0, unit_tokens)
+                    continue
+                among = kept // spec.kv_heads * unit_tokens + since
+                read = compressor.chooser.predict(among, layer, spec, page_tokens)
+            else:
+                read = method.predict(tokens, layer, spec, page_tokens)
             open_tokens = (tokens - 1) % page_tokens + 1
             units += (read.pages - 1) * (page_tokens // unit_tokens) + -(-open_tokens // unit_tokens)
             elements += read.scoring_elements

@@ -287,8 +287,9 @@ class PageView(Protocol):
         """``make()``, which the first layer that asks under ``key`` works out for the later ones of the same step."""
         ...
 
-    def digest(self, part: str) -> Tensor:
-        """``[b, P, Hkv, ...]``; rows past a sequence's sealed pages are arbitrary, NaN included."""
+    def digest(self, part: str, channels: Tensor | None = None) -> Tensor:
+        """``[b, P, Hkv, ...]``; rows past a sequence's sealed pages are arbitrary, NaN included. Of a part of s vectors
+        [Hkv, s, D], ``channels`` int64 [b, Hkv, r] of each alone: ``[b, P, Hkv, s, r]``."""
         ...
 
     def digest_at(self, part: str, at: Tensor) -> Tensor:
@@ -494,7 +495,8 @@ class Drafter(Protocol):
 class Scorer(Protocol):
     """Rates pages: a larger score is read first. ``parts`` are the digest parts that it reads, each once; ``draws``:
     scores depend on ``PageView.seeds``; ``waits``: the host waits for the device; ``shares``: scores estimate shares of
-    a head's attention, so they add up."""
+    a head's attention, so they add up. ``elements_of`` counts the elements that it reads of a part of the shape [...]
+    of one page and head."""
 
     @property
     def parts(self) -> frozenset[str]: ...
@@ -512,6 +514,8 @@ class Scorer(Protocol):
     def elements(self, tokens: int, spec: ModelSpec, page_tokens: int) -> int:
         """Elements a KV head that scoring ``tokens`` tokens reads besides digests, in closed form."""
         ...
+
+    def elements_of(self, shape: tuple[int, ...]) -> int: ...
 
     def narrowing(self, budget: int, tokens: int, spec: ModelSpec, page_tokens: int) -> int:
         """What it reads further of those pages that it looks at more closely, whose number depends on the layer's

@@ -45,6 +45,7 @@ class Sample:
         prefill_bytes_read: bytes of K and V behind the table entries that blocks of the prompt's queries were given
             where a prefill pattern chose them; 0 without one.
         prefill_scoring_bytes_read: bytes of K that were read to choose those.
+        extra_tokens: tokens that were computed for nothing but a method's decision which tokens are kept.
     """
 
     token_ids: list[int]
@@ -62,6 +63,7 @@ class Sample:
     drafts: DraftCounts = field(default_factory=DraftCounts)
     prefill_bytes_read: int = 0
     prefill_scoring_bytes_read: int = 0
+    extra_tokens: int = 0
 
 
 @dataclass

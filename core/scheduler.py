@@ -294,9 +294,7 @@ class Scheduler:
                     raise AssertionError(f"{sequence.computed} tokens are computed in {table.n_pages} pages")
                 seen = sequence.first_seen(number, sequence.computed)
                 if number == 0:
-                    seen = max(seen, sequence.away)
-                if number == 0 and sequence.kept is not None:
-                    seen = max(seen, sequence.layout.page_of(sequence.kept.end))
+                    seen = max(seen, sequence.away, sequence.first_whole)
                 if sequence.computed and table.first_page > seen:
                     raise AssertionError(f"page {table.first_page - 1} is gone and will be seen again")
         if len(self.running) > self._config.max_seqs:

@@ -121,6 +121,7 @@ class Sequence:
         self.resident_lookups = self.resident_misses = 0
         self.prefill_bytes_read = 0
         self.prefill_scoring_bytes_read = 0
+        self.extra_tokens = 0
         self._keys: SharedList[PageKey] = SharedList()
         self.nodes: SharedList[Node] = SharedList()
 
@@ -133,6 +134,11 @@ class Sequence:
     def holdings(self) -> list[BlockTable]:
         """All tables that hold pages of the device for it."""
         return self.tables if self.shelf is None else [*self.tables, *self.shelf.tables]
+
+    @property
+    def first_whole(self) -> int:
+        """The first page that no compressor has taken tokens from: what is kept of those before has other tables."""
+        return 0 if self.kept is None else self.layout.page_of(self.kept.end)
 
     @property
     def away(self) -> int:
@@ -214,6 +220,7 @@ class Sequence:
             drafts=self.drafts.counts,
             prefill_bytes_read=self.prefill_bytes_read,
             prefill_scoring_bytes_read=self.prefill_scoring_bytes_read,
+            extra_tokens=self.extra_tokens,
         )
 
     def method_spans(self, known: int) -> list[SparseSpan]:
@@ -454,7 +461,8 @@ class Sequence:
             tokens = self.whole(tokens)
         pages, tokens = self.layout.kept(tokens, self.computed)
         for number, table in enumerate(self.tables):
-            if tokens and table.first_page > self.first_seen(number, tokens):
+            seen = max(self.first_seen(number, tokens), 0 if number else self.first_whole)
+            if tokens and table.first_page > seen:
                 self.rewind()
                 return
         for table in self.tables:

@@ -338,15 +338,20 @@ def predicted_cost(
 
 
 def digest_bytes(engine: Engine, method: SparseMethod | None, tokens: int) -> int:
-    """Bytes of the digests that a method has of the full pages of a sequence of so many tokens."""
+    """Bytes of the digests that a method has of the full pages of a sequence of so many tokens, or of those that it
+    keeps of them."""
     from octavo.core import sizing
 
     if method is None or method.digest is None:
         return 0
-    page = engine.config.text_page_tokens
-    elements = sum(map(math.prod, method.digest.spec(page, engine.spec).values()))
-    layers = engine.spec.windows.count(0)  # others choose nothing
-    return tokens // page * layers * elements * sizing.kv_dtype(engine.config, engine.spec).itemsize
+    page, unit, spec = engine.config.text_page_tokens, engine.config.unit_tokens, engine.spec
+    elements = sum(map(math.prod, method.digest.spec(page, spec).values()))
+    layers = [layer for layer, window in enumerate(spec.windows) if not window]  # others choose nothing
+    pages = tokens // page * len(layers)
+    if (compressor := getattr(method, "compressor", None)) is not None:
+        units = sum(compressor.kept_units(tokens, layer, spec, page, unit) for layer in layers)
+        pages = units // spec.kv_heads * unit // page
+    return pages * elements * sizing.kv_dtype(engine.config, engine.spec).itemsize
 
 
 def budget_of(method: SparseMethod | None) -> dict[str, int]:

@@ -94,6 +94,7 @@ def generated(engine: Engine, completion: Completion, seconds: float) -> Sample:
         "decode_steps": sample.decode_steps,
         "kv_bytes_read": sample.kv_bytes_read,
         "digest_bytes_read": sample.digest_bytes_read,
+        "extra_tokens": sample.extra_tokens,
         "kv_bytes_resident": sample.kv_bytes_resident,
         **_peaks(engine, seconds),
     }

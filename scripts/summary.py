@@ -34,7 +34,8 @@ def rows(samples: Sequence[Sample], *, task: str, seed: int = 0, intervals: bool
     ``gold_log_likelihood_per_token`` (natural logarithm). ``<key>_vs_dense`` is the mean paired difference to dense
     over the items that both have. ``seconds`` add up, item by item, the time from handing in to the finished line; the
     methods of an item run in one batch, so their times overlap, and the peaks are of the batch. ``resident_bytes`` is
-    the mean of what K, V and digests of a request take on the device at its end. What choices left out is the mean over
+    the mean of what K, V and digests of a request take on the device at its end; ``extra_tokens_mean`` are the tokens
+    that methods have computed for their decisions alone, where there are any. What choices left out is the mean over
     measured queries, layers and KV heads. A quality, or bytes, that samples of a method lack, its row lacks too.
 
     Args:
@@ -79,11 +80,13 @@ def _costs(samples: Sequence[Sample]) -> dict[str, Any]:
     known = {name: key for name, key in _BYTES.items() if all(key in sample for sample in samples)}
     budgeted = all("budget_tokens" in sample for sample in samples)
     resident = all({"kv_bytes_resident", "digest_bytes_resident"} <= sample.keys() for sample in samples)
+    extra = sum(sample.get("extra_tokens", 0) for sample in samples)
     held = total("kv_bytes_resident") + total("digest_bytes_resident") if resident else 0.0
     return {
         **{f"{name}_per_token": total(key) / steps if steps else None for name, key in known.items()},
         **({"budget_tokens": total("budget_tokens") / len(samples)} if budgeted else {}),
         **({"resident_bytes": held / len(samples)} if resident else {}),
+        **({"extra_tokens_mean": extra / len(samples)} if extra else {}),
         "units_held_peak": max(sample["units_held_peak"] for sample in samples),
         "device_bytes_peak": max(sample["device_bytes_peak"] for sample in samples),
         "prompt_tokens_mean": total("prompt_tokens") / len(samples),

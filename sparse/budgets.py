@@ -1,13 +1,23 @@
 """Budgets: how much each KV head may read."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from octavo.core.interfaces import PageView
 from octavo.sparse.checks import check_integer
+
+
+@runtime_checkable
+class JointBudget(Protocol):
+    """What a budget also has that the heads of all layers share, which goes with methods that drop tokens."""
+
+    def divide(self, scores: Tensor, page_tokens: int) -> Tensor:
+        """int64 [L, H] pages that each head of each layer gets, for scores fp32 [L, H, P], infinite for those that are
+        kept in any case, minus infinite for what is no page."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -70,6 +71,7 @@ class _Gates:
 
     method: DuoAttention
     every: int = 0
+    chooser: None = None
 
     @property
     def window(self) -> int:
@@ -78,6 +80,9 @@ class _Gates:
     @property
     def drops(self) -> bool:
         return self.method.placement == "drop"
+
+    def behind(self, tokens: int, read: Callable[[str | Sequence[int]], list[int]]) -> int:
+        return 0
 
     def keep(self, context: Context) -> Kept | None:
         streams, gates = [], []

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import prod
 
 from torch import Tensor
 
@@ -24,6 +23,7 @@ from octavo.core.interfaces import (
     Selector,
     TokenSelection,
 )
+from octavo.sparse.budgets import JointBudget
 from octavo.sparse.host_placement import Host
 from octavo.sparse.keep import Keep
 from octavo.sparse.placements import Resident
@@ -124,6 +124,11 @@ class Method:
                 f"{self.name}: {self.scorer}, {self.budget} and {self.selector} do not agree whether pages or single "
                 "tokens are chosen; octavo.sparse.oracle_token has the parts for tokens, budgets.Uniform goes with them"
             )
+        if isinstance(self.budget, JointBudget):
+            raise ValueError(
+                f"{self.name}: {self.budget} is divided among all layers at once, and a step chooses for one after the "
+                "other; it goes with methods that drop tokens (octavo.sparse.eviction.Evicting)"
+            )
         if self.budget.needs_shares and not self.scorer.shares:
             raise ValueError(
                 f"{self.name}: {self.budget} divides shares of attention, and the scores of {self.scorer} are none"
@@ -209,7 +214,7 @@ class Method:
         """Elements a KV head that scoring reads: the scorer's parts of the digests of full pages, and what else it
         says."""
         shapes = self.digest.spec(page_tokens, spec) if self.digest else {}
-        digest = sum(prod(shapes[part][1:]) for part in self.scorer.parts)
+        digest = sum(self.scorer.elements_of(shapes[part][1:]) for part in self.scorer.parts)
         more = self.scorer.elements(tokens, spec, page_tokens)
         more += self.scorer.narrowing(budget, tokens, spec, page_tokens)
         return (tokens - 1) // page_tokens * digest + more

@@ -181,17 +181,10 @@ class VerticalSlash(Pattern):
         own = blocks.block_tokens // p
         found = []
         for end, queries in zip(blocks.ends.tolist(), blocks.q[:, -self.queries :], strict=True):
-            probs = _probs(queries, keys[:end], blocks.traits)  # [Hkv, w, end * p]
-            by_page = probs.sum(1).unflatten(1, (end, p)).sum(2)  # [Hkv, end]
-            slot = torch.arange(end * p, device=page.device)
-            band = (slot[-len(queries) :, None] - slot).clamp(min=0) // p  # [w, end * p]
-            by_band = torch.zeros_like(by_page).scatter_add_(1, band.flatten().expand(len(probs), -1), probs.flatten(1))
-            lines = _best(by_page, end - own, vertical)
-            bands = _best(by_band, end, slash)
-            crossed = torch.zeros_like(lines)
-            for back in range(own + 1):  # a page that lies so many before the block's last one begins or ends in a band
-                crossed |= _moved(bands.flip(1), -back)
-            found.append(torch.nn.functional.pad(lines | crossed, (0, len(page) - end)))
+            by_page, by_band = lines(attention(queries, keys[:end], blocks.traits), p)
+            columns = _best(by_page, end - own, vertical)
+            chosen = columns | crossed(_best(by_band, end, slash), own)
+            found.append(torch.nn.functional.pad(chosen, (0, len(page) - end)))
         return torch.stack(found)
 
     def _pages(self, everything: int, own: int, page_tokens: int) -> int:
@@ -243,11 +236,7 @@ class XAttention(Pattern):
             square = torch.arange(end * a_page, device=page.device)
             scores.masked_fill_(square > square[-len(rows) :, None], -torch.inf)
             shares = scores.softmax(3).mean((1, 2)).unflatten(1, (end, a_page)).sum(2)  # [Hkv, end]
-            ordered, order = shares.sort(dim=1, descending=True, stable=True)
-            reached = ordered.cumsum(1) - ordered >= self.mass  # by the pages before it
-            needed = ~reached if self.mass < 1 else torch.ones_like(reached)  # sums that round must not end at 1
-            chosen = torch.zeros_like(needed).scatter_(1, order, needed)
-            found.append(torch.nn.functional.pad(chosen, (0, len(page) - end)))
+            found.append(torch.nn.functional.pad(fewest(shares, self.mass), (0, len(page) - end)))
         return torch.stack(found)
 
     def _pages(self, everything: int, own: int, page_tokens: int) -> int:
@@ -283,7 +272,7 @@ class DenseDecode:
         return PagesRead(-(-tokens // page_tokens), 0)
 
 
-def _probs(queries: Tensor, keys: Tensor, traits: LayerTraits) -> Tensor:
+def attention(queries: Tensor, keys: Tensor, traits: LayerTraits) -> Tensor:
     """Attention of the last ``queries [w, Hq, D]`` before the end of ``keys [P, Hkv, p, D]``, causal, mean over the
     query heads of a group: fp32 [Hkv, w, P * p]."""
     slots = keys.transpose(1, 2).flatten(0, 1).float()  # [P * p, Hkv, D]
@@ -293,6 +282,36 @@ def _probs(queries: Tensor, keys: Tensor, traits: LayerTraits) -> Tensor:
         scores = traits.softcap * torch.tanh(scores / traits.softcap)
     slot = torch.arange(len(slots), device=slots.device)
     return scores.masked_fill(slot > slot[-len(queries) :, None], -torch.inf).softmax(3).mean(1)
+
+
+def lines(probs: Tensor, page_tokens: int) -> tuple[Tensor, Tensor]:
+    """Attention of the last w queries, ``probs`` fp32 [Hkv, w, P * p], added up over each page of keys, and over each
+    band of distances as wide as a page: both fp32 [Hkv, P]."""
+    heads, width, tokens = probs.shape
+    by_page = probs.sum(1).view(heads, -1, page_tokens).sum(2)
+    slot = torch.arange(tokens, device=probs.device)
+    band = (slot[-width:, None] - slot).clamp(min=0) // page_tokens  # [w, P * p]
+    by_band = torch.zeros_like(by_page).scatter_add_(1, band.flatten().expand(heads, -1), probs.flatten(1))
+    return by_page, by_band
+
+
+def crossed(bands: Tensor, own: int) -> Tensor:
+    """bool [H, P]: the pages that some bands of distances, bool [H, P], cross at any query of a block that ends with
+    the last page and has ``own`` pages."""
+    pages = torch.zeros_like(bands)
+    for back in range(own + 1):  # a page that lies so many before the block's last one begins or ends in a band
+        pages |= _moved(bands.flip(1), -back)
+    return pages
+
+
+def fewest(shares: Tensor, mass: float, least: int = 0) -> Tensor:
+    """bool, the shape of ``shares`` fp32 [H, P]: the fewest pages whose shares reach ``mass`` together, and the next
+    best up to ``least``; the earlier of equal ones."""
+    ordered, order = shares.sort(dim=1, descending=True, stable=True)
+    reached = ordered.cumsum(1) - ordered >= mass  # by the pages before it
+    needed = ~reached if mass < 1 else torch.ones_like(reached)  # sums that round must not end at 1
+    needed[:, :least] = True
+    return torch.zeros_like(needed).scatter_(1, order, needed)
 
 
 def _best(scores: Tensor, among: int, count: int) -> Tensor:

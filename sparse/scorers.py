@@ -1,6 +1,7 @@
 """Scorers: what a page is worth to a query. Each is one piece of maths with its source."""
 
 from dataclasses import dataclass
+from math import prod
 from typing import ClassVar, Literal
 
 import torch
@@ -20,6 +21,9 @@ class Scored:
 
     def elements(self, tokens: int, spec: ModelSpec, page_tokens: int) -> int:
         return 0
+
+    def elements_of(self, shape: tuple[int, ...]) -> int:
+        return prod(shape)
 
     def narrowing(self, budget: int, tokens: int, spec: ModelSpec, page_tokens: int) -> int:
         return 0

@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Sequential
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from octavo.core.compression.interfaces import Compressor
 from octavo.core.compression.kept_set import KeptSet
-from octavo.core.compression.kept_tables import KeptTables, pack_runs, slab_pool
+from octavo.core.compression.kept_tables import pack_runs, slab_pool
+from octavo.core.compression.sequence_context import SequenceContext
 from octavo.core.compression.split_units import Slabs, SplitUnits
 from octavo.core.execution.step_runner import StepRunner
 from octavo.core.hf_model import HFModel
-from octavo.core.interfaces import LayerTraits, ModelSpec
 from octavo.core.memory.host_tier import HostTier
 from octavo.core.memory.layer_groups import LayerPlan
 from octavo.core.memory.page_pool import PagePool
 from octavo.core.scheduler import Scheduler
 from octavo.core.sequence import Sequence
 from octavo.core.uploads import upload
-from octavo.kernels import ops
 from octavo.kernels.layout import MAX_UNITS
 
 
@@ -49,6 +49,7 @@ class Compaction:
         plan: LayerPlan,
         scheduler: Scheduler,
         host: HostTier | None,
+        read: Callable[[str | Sequential[int]], list[int]],
     ) -> None:
         self._model = model
         self._runner = runner
@@ -56,7 +57,18 @@ class Compaction:
         self._plan = plan
         self._scheduler = scheduler
         self._host = host
+        self._read = read
         self.split = SplitUnits(pool, plan.unit_layers, model.spec.kv_heads)
+
+    def require_positions(self, compressor: Compressor, tokens: int) -> None:
+        """Refuse, with a ValueError, a prompt behind which what is to be computed would have no place."""
+        behind, most = compressor.behind(tokens, self._read), self._model.spec.max_tokens
+        if tokens + behind > most:
+            raise ValueError(
+                f"to decide what is kept, {behind} tokens are computed behind the prompt's {tokens}, and "
+                f"{self._model.spec.name} has {most} positions; compute fewer (scorer.chunk_tokens, or "
+                "scorer.lookahead_tokens), or give a shorter prompt"
+            )
 
     def validate(self) -> None:
         """Refuse, with a ValueError, what this engine cannot compress."""
@@ -85,7 +97,7 @@ class Compaction:
         request, end = sequence.request, sequence.layout.first_token(sequence.layout.full_pages(sequence.computed))
         compressor, observation = request.compressor, sequence.observation
         assert compressor is not None and observation is not None, "the chunk that came here was observed"
-        context = SequenceContext(self._model, self._runner, self._plan, sequence, compressor)
+        context = SequenceContext(self._model, self._runner, self._plan, sequence, self._read)
         kept = None if self._plan.groups[0].window else compressor.keep(context)
         sequence.observation, sequence.compressed = None, sequence.computed
         if kept is None or end == 0:
@@ -122,7 +134,7 @@ class Compaction:
         slabs.transpose(1, 0, 2)[np.arange(slabs.shape[2]) < runs.T[..., None]] = np.concatenate(by_head)
         self._write(moved, upload(slabs, self._runner.kv.device), choice.positions)
         entries = pack_runs(slabs, tokens, sequence.layout.unit_tokens)
-        sequence.kept = self._kept(choice, entries, runs, by_head)
+        sequence.kept = self._kept(choice, entries, runs, by_head, self._digests(choice, moved))
 
     def _write(self, moved: list[tuple[Tensor, Tensor]], slabs: Tensor, positions: Tensor) -> None:
         """Put K and V [Hkv, n, D] of each layer into runs of ``slabs`` int64 [L, Hkv, M], but for padding."""
@@ -140,19 +152,45 @@ class Compaction:
         table = choice.context.tables.tables[:, 0]  # [L, H, M]
         entries = table.expand(-1, order.shape[1], -1).gather(2, order[..., ::unit_tokens] // unit_tokens)
         assert not (tokens % unit_tokens).any(), "a compressor that does not drop keeps whole pages"
+        moved = (choice.context.gathered(number, order[number]) for number in range(len(order)))
+        digests = self._digests(choice, moved)
         before = choice.sequence.kept
-        choice.sequence.kept = self._kept(choice, entries.cpu().numpy(), tokens // unit_tokens, None)
+        choice.sequence.kept = self._kept(choice, entries.cpu().numpy(), tokens // unit_tokens, None, digests)
         if before is not None:
             before.release()
 
     def _kept(
-        self, choice: _Choice, entries: NDArray[np.int32], counts: NDArray[np.int64], slabs: list[Slabs] | None
+        self,
+        choice: _Choice,
+        entries: NDArray[np.int32],
+        counts: NDArray[np.int64],
+        slabs: list[Slabs] | None,
+        digests: dict[str, Tensor],
     ) -> KeptSet:
         device, counts = self._runner.kv.device, counts.astype(np.int32)
         return KeptSet(
             choice.end, upload(entries, device), upload(counts, device), choice.positions, choice.carry, slabs,
-            self.split,
+            self.split, choice.tokens.max(1).tolist(), digests,
         )  # fmt: skip
+
+    def _digests(self, choice: _Choice, moved: Iterable[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+        """Digests of the pages that what is kept of K and V [Hkv, n, D] of each layer makes, by part; none if no method
+        chooses among them, otherwise all heads of a layer have as many, in whole pages."""
+        method, context, tokens = choice.sequence.request.method, choice.context, choice.tokens
+        page = context.page_tokens
+        if method is None or method.digest is None:
+            return {}
+        found: dict[str, list[Tensor]] = {}
+        for at, ((keys, values), kept) in enumerate(zip(moved, tokens, strict=True)):
+            count = int(kept[0])
+            assert (kept == count).all() and count % page == 0, "a method chooses among whole pages"
+            heads, dim = keys.shape[0], keys.shape[2]
+            k, v = (x[:, :count].view(heads, -1, page, dim).transpose(0, 1)[:, None] for x in (keys, values))
+            for part, rows in method.digest.compute(k, v, context.layers[at : at + 1]).items():
+                rows = rows[:, 0].transpose(0, 1).to(keys.dtype)  # [Hkv, pages, ...]
+                missing = [0, 0] * (rows.dim() - 2) + [0, int(tokens.max()) // page - rows.shape[1]]
+                found.setdefault(part, []).append(torch.nn.functional.pad(rows, missing, value=torch.nan))
+        return {part: torch.stack(layers) for part, layers in found.items()}
 
     def check(self, holders: Iterable[Sequence]) -> None:
         """Recount who holds which kept set and which runs."""
@@ -185,74 +223,3 @@ class _Choice:
         """How many of each layer and KV head, [L, Hkv]."""
         counts: NDArray[np.int64] = (self.positions >= 0).sum(2).cpu().numpy()
         return counts
-
-
-@dataclass
-class _Layer:
-    """``interfaces.LayerContext``."""
-
-    layer: int
-    traits: LayerTraits
-    positions: Tensor
-    keys: Tensor
-    values: Tensor
-    queries: Tensor
-    carried: Tensor
-    module: nn.Module
-
-
-class SequenceContext:
-    """``interfaces.Context`` of a sequence in the pool."""
-
-    def __init__(
-        self, model: HFModel, runner: StepRunner, plan: LayerPlan, sequence: Sequence, compressor: Compressor
-    ) -> None:
-        layout = sequence.layout
-        self.tokens = sequence.computed
-        self.open_tokens = self.tokens - layout.first_token(layout.full_pages(self.tokens))
-        self.page_tokens = layout.page_slots(0)
-        self.layers = plan.groups[0].layers
-        self.model = model.model
-        self.spec: ModelSpec = model.spec
-        self._model = model
-        self._runner = runner
-        self._observation = sequence.observation
-        self._kept = sequence.kept
-        self.tables = KeptTables.of(runner.kv, plan, runner.tables, [sequence], [self.tokens])
-        self.positions = self._positions()
-
-    def _positions(self) -> Tensor:
-        """int64 [L, Hkv, N]: those of what was kept, then all since."""
-        kept, device, heads = self._kept, self._runner.kv.device, self.spec.kv_heads
-        since = torch.arange(0 if kept is None else kept.end, self.tokens, device=device)
-        if kept is None:
-            return since.expand(len(self.layers), heads, -1)
-        count = (kept.positions >= 0).sum(2, keepdim=True)
-        at = torch.arange(kept.positions.shape[2] + len(since), device=device) - count  # [L, Hkv, N]
-        old = torch.nn.functional.pad(kept.positions, (0, len(since)), value=-1)
-        new = since[at.clamp(0, len(since) - 1)].masked_fill(at >= len(since), -1)
-        return old.where(at < 0, new)
-
-    def layer(self, number: int) -> _Layer:
-        at = self.layers.index(number)
-        keys, values = self._read(at)
-        carried = torch.zeros(keys.shape[:2], device=keys.device)
-        if self._kept is not None and self._kept.carry is not None:
-            carried[:, : self._kept.carry.shape[2]] = self._kept.carry[at]
-        observation = self._observation
-        assert observation is not None
-        return _Layer(
-            number, observation.traits[number], self.positions[at], keys, values, observation.queries[number], carried,
-            self._model.attention(number),
-        )  # fmt: skip
-
-    def gathered(self, at: int, order: Tensor) -> tuple[Tensor, Tensor]:
-        """K and V [Hkv, n, D] of some tokens int64 [Hkv, n] of the ``at``-th layer."""
-        wide = order[..., None].expand(-1, -1, self.spec.head_dim)
-        keys, values = self._read(at)
-        return keys.gather(1, wide), values.gather(1, wide)
-
-    def _read(self, at: int) -> tuple[Tensor, Tensor]:
-        table, slots, _ = self.tables.of_layer(self.layers[at])
-        keys, values = ops.gather(self.tables.kv, 0, table, slots, self.positions.shape[2], self._runner.backend)
-        return keys[0], values[0]

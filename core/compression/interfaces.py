@@ -5,13 +5,28 @@ Shapes: N tokens of a sequence, L layers that see everything, Hq query and Hkv K
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from octavo.core.interfaces import LayerTraits, ModelSpec
+from octavo.core.interfaces import LayerTraits, ModelSpec, SparseMethod
+
+Watch = Callable[[int, Tensor, Tensor], None]
+"""Is shown, of a layer that sees everything, the positions int64 [Hkv, N] of the context's tokens, -1 in padding, and
+attention logits fp32 [Hkv, g, t, N + n] of t queries over these and the n tokens behind; minus infinity where a query
+does not see one."""
+
+
+class Continuation(Protocol):
+    """Tokens behind a context, computed for the sake of a decision and then forgotten."""
+
+    def compute(self, token_ids: Sequence[int], watch: Watch | None = None) -> int:
+        """Compute these tokens, behind the context and those before them; ``watch`` sees what they attend to. Gives the
+        token that the model finds likeliest to follow."""
+        ...
 
 
 class LayerContext(Protocol):
@@ -36,7 +51,11 @@ class LayerContext(Protocol):
 class Context(Protocol):
     """A sequence of ``tokens`` tokens that is about to be compressed, in all ``layers`` that see everything. The last
     ``open_tokens`` of them are on the open page, which is never compressed. ``model`` is the whole model, for what its
-    layers share."""
+    layers share.
+
+    ``token_ids`` are the context's own, an image's being past the vocabulary; ``question`` are the tokens of the prompt
+    that come after the decision (``unseen_tokens``), ``answer`` a target that will be scored; ``eos`` end a sequence.
+    """
 
     tokens: int
     open_tokens: int
@@ -44,6 +63,18 @@ class Context(Protocol):
     layers: tuple[int, ...]
     spec: ModelSpec
     model: torch.nn.Module
+    token_ids: list[int]
+    question: list[int]
+    answer: list[int]
+    eos: frozenset[int]
+
+    def read(self, text: str | Sequence[int]) -> list[int]:
+        """Token ids of a text that continues another, by the engine's tokenizer; ids are given back."""
+        ...
+
+    def continuation(self, overlap: int = 0) -> Continuation:
+        """One that begins ``overlap`` tokens before the context's end, with those that stand there."""
+        ...
 
     def layer(self, number: int) -> LayerContext:
         """Reads the layer's K and V."""
@@ -74,6 +105,16 @@ class Compressor(Protocol):
     def every(self) -> int: ...
     @property
     def drops(self) -> bool: ...
+    @property
+    def chooser(self) -> SparseMethod | None:
+        """How a step chooses among what is kept, which then fills whole pages, as many for each head of a layer; None:
+        it reads all."""
+        ...
+
+    def behind(self, tokens: int, read: Callable[[str | Sequence[int]], list[int]]) -> int:
+        """The most positions behind a context of so many ``tokens`` at which it computes something to decide. ``read``
+        as ``Context.read``, whose ValueError it lets pass."""
+        ...
 
     def keep(self, context: Context) -> Kept | None:
         """What to keep; None: everything. A compressor that does not drop keeps or hides whole pages."""
@@ -98,4 +139,17 @@ class TokenScorer(Protocol):
 
     def score(self, layer: LayerContext, context: Context) -> Tensor:
         """fp32 [Hkv, N]; in padding arbitrary, NaN included."""
+        ...
+
+
+@runtime_checkable
+class ContextScorer(Protocol):
+    """What a scorer also has that looks at all layers at once, since it computes something behind the context."""
+
+    def behind(self, tokens: int, read: Callable[[str | Sequence[int]], list[int]]) -> int:
+        """As ``Compressor.behind``."""
+        ...
+
+    def score_all(self, context: Context) -> Tensor:
+        """fp32 [L, Hkv, N]; in padding arbitrary, NaN included."""
         ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -36,6 +37,8 @@ class KeptSet:
         counts: int32 [L, Hkv] of them that are meant.
         positions: int64 [L, Hkv, n] of the tokens, ascending, -1 behind the last.
         carry: fp32 [L, Hkv, n], what the compressor has left for itself.
+        tokens: of the head that keeps most, for each layer.
+        digests: of the pages that the tokens make, [L, Hkv, P, ...] by part, if a method chooses among them.
         slabs: by head, the slabs whose runs it uses; None: entries are of the sequence's own pages.
         holders: sequences that hold it.
     """
@@ -47,6 +50,8 @@ class KeptSet:
     carry: Tensor | None
     slabs: list[Slabs] | None
     split: SplitUnits
+    tokens: Sequence[int]
+    digests: Mapping[str, Tensor]
     holders: int = field(default=1)
 
     @property

@@ -196,10 +196,11 @@ class PagedStep:
         table, slots, unit_pos = group.tables[place.slice][None, :, None], group.slots, group.unit_pos
         kv, unit_layer, selection = self.kv, place.unit_layer, None
         if group.method is not None and group.pages is not None and not traits.window:
-            group.pages.layer, group.pages.traits = layer, traits
+            group.pages.enter(layer, traits)
             selection = group.method.select(q, group.pages)
         if group.kept is not None and not traits.window:
             kv, unit_layer = group.kept.kv, 0
+        if selection is None and group.kept is not None and not traits.window:
             table, slots, _ = group.kept.of_layer(layer)
             group.chosen.append(slots)
         elif selection is None or group.pages is None:

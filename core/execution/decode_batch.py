@@ -146,4 +146,5 @@ class DecodeBatch:
 
     def needs_look(self, tokens: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Which of the tokens int64 [n] that this step has drawn are, or may be, more than one more token."""
-        return self.closely | (self.starts + 1 >= self.stops) | (self.ending == tokens[:, None]).any(1)
+        ends: NDArray[np.bool_] = (self.starts + 1 >= self.stops) | (self.ending == tokens[:, None]).any(1)
+        return self.closely | ends

@@ -79,7 +79,8 @@ class DecodeState:
         if not known.all():
             self._write(batch, rows, np.flatnonzero(~known))
         self._at[rows] = batch.starts + 1
-        return ~known
+        fresh: NDArray[np.bool_] = ~known
+        return fresh
 
     def move(self, moves: Sequential[tuple[int, int]]) -> None:
         """Rows have been moved: (from, to)."""

@@ -51,10 +51,19 @@ class StepPages:
     _listed: tuple[Selection, int, Tensor, Tensor] | None = None
     """The last selection of ``top``, the slice it was made for, and the table and slots that came with it."""
 
+    def enter(self, layer: int, traits: LayerTraits) -> None:
+        """Go on to a layer."""
+        self.layer, self.traits = layer, traits
+
     @property
     def table(self) -> Tensor:
-        """int32 [1, b, 1, M] of the present layer."""
+        """int32 [1, b, H, M] of the present layer; here H is 1."""
         return self.tables[self._slice][None, :, None]
+
+    @property
+    def unit_layer(self) -> int:
+        """Where the present layer is in a unit of ``kv``."""
+        return self.plan.places[self.layer].unit_layer
 
     @property
     def _slice(self) -> int:
@@ -96,23 +105,30 @@ class StepPages:
             self._known[key] = make()
         return self._known[key]
 
-    def digest(self, part: str) -> Tensor:
+    def digest(self, part: str, channels: Tensor | None = None) -> Tensor:
         store = self.parts[part]
-        self._page_elements += store[0, 0].numel()
-        return store[self.first_units, self.plan.places[self.layer].group_layer]
+        if channels is None:
+            self._page_elements += store[0, 0].numel()
+            return store[self.first_units, self.group_layer]
+        self._page_elements += store[0, 0, ..., 0].numel() * channels.shape[2]
+        heads, vectors = (torch.arange(n, device=self.kv.device) for n in (self.kv_heads, store.shape[3]))
+        # Each index has the axes [b, P, Hkv, s, r], so that nothing but the wanted elements is touched.
+        at = self.first_units[:, :, None, None, None], self.group_layer, heads[:, None, None], vectors[:, None]
+        return store[(*at, channels[:, None, :, None])]
 
     def digest_at(self, part: str, at: Tensor) -> Tensor:
         store, heads = self.parts[part], torch.arange(self.kv_heads, device=at.device)[:, None]
         self._count_full(at, store[0, 0, 0].numel())
         units = self.first_units.gather(1, at.flatten(1)).view_as(at)
-        return store[units, self.plan.places[self.layer].group_layer, heads]
+        return store[units, self.group_layer, heads]
 
     def keys_at(self, at: Tensor) -> Tensor:
         self._count_full(at, self.page_tokens * self.kv.shape[5])
-        place, heads = self.plan.places[self.layer], torch.arange(self.kv_heads, device=at.device)[:, None, None]
+        heads = torch.arange(self.kv_heads, device=at.device)[:, None, None]
         entries = at[..., None] * self.page_units + torch.arange(self.page_units, device=at.device)
-        units = entry_units(self.tables[place.slice]).gather(1, entries.flatten(1)).view_as(entries)
-        return self.kv[units, place.unit_layer, 0, heads].flatten(3, 4)
+        listed = entry_units(self.table[0]).expand(-1, self.kv_heads, -1)
+        units = listed.gather(2, entries.flatten(2)).view_as(entries)
+        return self.kv[units, self.unit_layer, 0, heads].flatten(3, 4)
 
     def _count_full(self, at: Tensor, elements: int) -> None:
         """Count ``elements`` for each full page that ``at`` lists."""
@@ -120,27 +136,24 @@ class StepPages:
         self._chosen_elements = read if self._chosen_elements is None else self._chosen_elements + read
 
     def keys(self, channels: Tensor) -> Tensor:
-        place = self.plan.places[self.layer]
         self._token_elements += self.kv_heads * channels.shape[2]
-        units = entry_units(self.tables[place.slice][:, : self.max_pages * self.page_units])  # [b, M]
+        units = entry_units(self.table[0, :, :, : self.max_pages * self.page_units])  # [b, H, M]
         heads, slots = (torch.arange(n, device=self.kv.device) for n in self.kv.shape[3:5])
         # Each index has the axes [b, Hkv, M, unit_tokens, r], so that nothing but the wanted elements is touched.
-        at = units[:, None, :, None, None], place.unit_layer, 0, heads[:, None, None, None], slots[:, None]
+        at = units[..., None, None], self.unit_layer, 0, heads[:, None, None, None], slots[:, None]
         return self.kv[(*at, channels[:, :, None, None])].flatten(2, 3)
 
     def contents(self) -> tuple[Tensor, Tensor]:
         self._token_elements += 2 * self.kv_heads * self.kv.shape[5]
-        unit_layer = self.plan.places[self.layer].unit_layer
         tokens = self.max_pages * self.page_tokens
-        keys, values = ops.gather(self.kv, unit_layer, self.table, self.slots, tokens, self.backend)
+        keys, values = ops.gather(self.kv, self.unit_layer, self.table, self.slots, tokens, self.backend)
         return keys, values
 
     def bounds(self, q: Tensor, per_query_head: bool = False) -> Tensor:
         low, high = self.parts["min"], self.parts["max"]
         self._page_elements += 2 * low[0, 0].numel()
-        group_layer = self.plan.places[self.layer].group_layer
         bounds: Tensor = ops.page_score(
-            q, low, high, group_layer, self.first_units, self.n_pages, per_query_head, self.backend
+            q, low, high, self.group_layer, self.first_units, self.n_pages, per_query_head, self.backend
         )
         return bounds
 
@@ -155,9 +168,8 @@ class StepPages:
 
     def mass(self, q: Tensor) -> Tensor:
         self._token_elements += self.kv.shape[3] * self.kv.shape[5]
-        unit_layer = self.plan.places[self.layer].unit_layer
         _, _, mass = ops.decode(
-            q, self.kv, unit_layer, self.table, self.slots, self.q_pos, None, self.traits.sinks,
+            q, self.kv, self.unit_layer, self.table, self.slots, self.q_pos, None, self.traits.sinks,
             self.traits.scale, 0, self.traits.softcap, True, False, self.backend,
         )  # fmt: skip
         pages: Tensor = mass.unflatten(2, (-1, self.page_units)).sum(3)[:, :, : self.max_pages]
@@ -165,11 +177,11 @@ class StepPages:
 
     def apart(self, q: Tensor, row: int) -> tuple[Tensor, Tensor]:
         n, traits = int(self.n_pages[row]), self.traits
-        table = self.tables[self._slice][row, : n * self.page_units].view(1, n, 1, self.page_units)
+        table = self.table[0, row, :, : n * self.page_units].reshape(-1, n, self.page_units).transpose(0, 1)[None]
         slots = torch.full((1, n, 1), self.page_tokens, dtype=torch.int32, device=q.device)
         slots[0, -1] = self.lengths[row] - (n - 1) * self.page_tokens
         out, lse, _ = ops.decode(
-            q[row].expand(n, -1, -1).contiguous(), self.kv, self.plan.places[self.layer].unit_layer, table, slots,
+            q[row].expand(n, -1, -1).contiguous(), self.kv, self.unit_layer, table.contiguous(), slots,
             self.q_pos[row].repeat(n), None, None, traits.scale, 0, traits.softcap, False, True, self.backend,
         )  # fmt: skip
         return out, lse
@@ -179,7 +191,7 @@ class StepPages:
         entry, slot = tokens.tokens // unit_tokens, tokens.tokens % unit_tokens  # [b, Hkv, S]
         units = entry_units(self.table[0].expand(-1, heads, -1).gather(2, entry))
         head = torch.arange(heads, device=q.device)[:, None]
-        k, v = (self.kv[units, self.plan.places[self.layer].unit_layer, part, head, slot].float() for part in (0, 1))
+        k, v = (self.kv[units, self.unit_layer, part, head, slot].float() for part in (0, 1))
         past = torch.arange(entry.shape[2], device=q.device) >= tokens.counts[..., None]
         scores = torch.einsum("bhgd,bhsd->bhgs", q.float().view(len(q), heads, -1, q.shape[2]), k) * self.traits.scale
         if self.traits.softcap:
@@ -198,9 +210,9 @@ class StepPages:
         if self._listed is not None and self._listed[0] is selection and self._listed[1] == self._slice:
             return self._listed[2:]
         offsets = torch.arange(self.page_units, device=self.kv.device)
-        units = selection.pages[..., None] * self.page_units + offsets  # [b, H, S, page_units]
-        heads = selection.pages.shape[1]
-        table = self.table[0].expand(-1, heads, -1).gather(2, units.flatten(2))
+        heads = max(selection.pages.shape[1], self.table.shape[2])
+        units = (selection.pages[..., None] * self.page_units + offsets).flatten(2)  # [b, H, S * page_units]
+        table = self.table[0].expand(-1, heads, -1).gather(2, units.expand(-1, heads, -1))
         open_page = self.lengths - (self.n_pages - 1) * self.page_tokens
-        slots = (selection.counts - 1) * self.page_tokens + open_page[:, None]
+        slots = ((selection.counts - 1) * self.page_tokens + open_page[:, None]).expand(-1, heads)
         return table[None], slots.to(torch.int32)[None]

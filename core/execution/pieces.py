@@ -106,7 +106,7 @@ class PiecewisePass:
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         torch.cuda.synchronize()
         self._slots[:, :padded] = 0
-        with torch.cuda.stream(torch.cuda.Stream()):
+        with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
             cut = _Cut(self, padded)
             cut.begin()
             self._pass(padded, cut)

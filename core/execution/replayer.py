@@ -122,7 +122,8 @@ class Replayer:
         """The tokens of a flight, one a member of its batch, once the device has drawn them."""
         news: NDArray[np.int64] = flight.news.wait().numpy()
         self._accounts.flight(flight, news[1:])
-        return news[0, flight.rows]
+        tokens: NDArray[np.int64] = news[0, flight.rows]
+        return tokens
 
     def _line_up(self, batch: DecodeBatch, choosers: NDArray[np.int64], running: Iterable[Sequence]) -> _Lineup:
         if self._has_gaps(self._tables.rows(batch.sequences)):

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from octavo.core.compression.kept_pages import KeptPages
 from octavo.core.compression.kept_tables import KeptTables
 from octavo.core.compression.observation import Observation
 from octavo.core.config import EngineConfig
@@ -332,7 +333,8 @@ class StepRunner:
             group.probed = [row for row, chunk in enumerate(chunks) if probed(chunk.sequence, chunk.start)]
             group.probe = self.choosers.probe if group.probed else None
             n_pages = np.array([-(-chunk.end // self._page_tokens) for chunk in chunks], np.int32)
-            sealed = [chunk.sequence.table.pages(0, chunk.start // self._page_tokens) for chunk in chunks]
+            first = [chunk.sequence.first_whole for chunk in chunks]
+            sealed = [c.sequence.table.pages(c.sequence.first_whole, c.start // self._page_tokens) for c in chunks]
             first_units = np.zeros((len(chunks), n_pages.max()), np.int64)
             for row, pages in enumerate(sealed):
                 first_units[row, : len(pages)] = pages
@@ -340,7 +342,7 @@ class StepRunner:
             hosted = self.hosted.get(method.provenance)
             if method.digest is not None:
                 store = self._digest_store(method, hosted is not None)
-                exact = [chunk.sequence.computed // self._page_tokens for chunk in chunks]
+                exact = [c.sequence.computed // self._page_tokens - i for i, c in zip(first, chunks, strict=True)]
                 store.make([pages[:count] for pages, count in zip(sealed, exact, strict=True)])
                 store.make([pages[count:] for pages, count in zip(sealed, exact, strict=True)], drafts=True)
                 parts = store.parts
@@ -365,6 +367,8 @@ class StepRunner:
                 away=away,
                 prior=self._prior(chunks, int(n_pages.max())),
             )
+            if group.kept is not None:
+                group.pages = KeptPages.of(group.pages, group.kept, chunks)
         return group
 
     def _prior(self, chunks: list[Chunk], pages: int) -> Tensor | None:
@@ -378,14 +382,15 @@ class StepRunner:
         return torch.from_numpy(said).to(self.kv.device)
 
     def _packing(self, chunk: Chunk) -> tuple[int, int]:
-        """Dense decodes, those of compressed sequences, those with lent pages, then one group a method, then chunks in
-        blocks of queries, then other chunks, like the dense decodes; the order within a group is kept."""
+        """Dense decodes, those of compressed sequences, those with lent pages, then one group a method, and one of
+        compressed sequences, then chunks in blocks of queries, then other chunks, like the dense decodes; the order
+        within a group is kept."""
         sequence = chunk.sequence
         kind = 1 if sequence.kept is not None else 2 if sequence.layout.lends else 0
         if chunk.count > 1:
-            return (2, 0) if chunk.in_blocks else (3, kind)
+            return (3, 0) if chunk.in_blocks else (4, kind)
         method = self.choosers.of(chunk)
-        return (0, kind) if method is None else (1, id(method))
+        return (0, kind) if method is None else (1 + (sequence.kept is not None), id(method))
 
     def _lent_rows(self, chunks: list[Chunk]) -> VirtualRows | None:
         """The tables of sequences with lent pages in parts; none of the others are in a group with them."""

@@ -65,6 +65,8 @@ def require_room(
                 "pages of their own; sparse methods over several page sizes are not built yet"
             )
         require_host_room(method, engine, layout, prompt_tokens, required)
+        if (compressor := getattr(method, "compressor", None)) is not None:
+            engine._compaction.require_positions(compressor, prompt_tokens)
 
 
 def new_request(

@@ -65,6 +65,7 @@ class Turn:
             decode_steps=sum(leg.decode_steps for leg in self._legs),
             kv_bytes_read=sum(leg.kv_bytes_read for leg in self._legs),
             digest_bytes_read=sum(leg.digest_bytes_read for leg in self._legs),
+            extra_tokens=sum(leg.extra_tokens for leg in self._legs),
         )
         return Completion(
             request_id=self.request.request_id,

@@ -134,6 +134,7 @@ def complete(
                 "decode_steps": sample.decode_steps,
                 "kv_bytes_read": sample.kv_bytes_read,
                 "digest_bytes_read": sample.digest_bytes_read,
+                "extra_tokens": sample.extra_tokens,
                 "predicted_kv_bytes": predicted.kv_bytes,
                 "predicted_digest_bytes": predicted.digest_bytes,
                 "kv_bytes_resident": sample.kv_bytes_resident,

@@ -56,6 +56,7 @@ def run(config: Generate, run: Run) -> None:
                         "decode_steps": sample.decode_steps,
                         "kv_bytes_read": sample.kv_bytes_read,
                         "digest_bytes_read": sample.digest_bytes_read,
+                        "extra_tokens": sample.extra_tokens,
                     }
                 )
     samples = [sample for completion in completions.values() for sample in completion.samples]

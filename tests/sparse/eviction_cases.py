@@ -7,8 +7,9 @@ from octavo.scripts.build import method
 from .method_cases import DROPPING
 
 EVICTING = [name for name in DROPPING if name != "duo_attention"]  # it has no budget: TestDuoAttention
-FEW = ("ada_snapkv", "h2o", "knorm_drop", "random_drop", "snapkv")
-"""One of each kind: heads that share, deciding again, keys alone, drawing, and queries that are observed."""
+FEW = ("ada_snapkv", "h2o", "knorm_drop", "kvzip", "random_drop", "rocketkv", "snapkv")
+"""One of each kind: heads that share, deciding again, keys alone, looking ahead with layers that share, drawing,
+choosing among what is kept, and queries that are observed."""
 
 
 def every(names, cases):
@@ -34,8 +35,11 @@ SMALLER = {
     "criticalkv": {"scorer": {"attention": {"window": 4, "kernel": 3}}},
     "expected_attention": {"scorer": {"window": 8}},
     "h2o": {"every": 4},
+    "kvzip": {"scorer": {"chunk_tokens": 16, "tail_tokens": 2, "repeat": [5, 6, 7], "go_on": [8, 9]}},
+    "oracle_drop": {"scorer": {"lookahead_tokens": 6, "given": False}},
     "pyramid_snapkv": {**WINDOW, "budget": {"kept_tokens": 12}},
     "r_kv": {**WINDOW, "every": 8},
+    "rocketkv": {**WINDOW, "choosing": {"digest": {"chunk_tokens": 2}, "scorer": {"channels": 6}}},
     "snapkv": WINDOW,
     "tova": {"every": 4},
 }

@@ -15,7 +15,8 @@ DROPPING = sorted(path.stem for path in CONFIGS.glob("*.yaml") if "placement: dr
 """Those that drop tokens: test_eviction.py."""
 WRAPPERS = ("lossless",)  # of another method: test_lossless.py
 PRIORS = ("quest_structure",)  # test_prior.py
-PATTERNS = ("a_shape", "top_pages", "vertical_slash", "xattention", "xattention_quest")  # test_prefill_patterns.py
+PATTERNS = ("a_shape", "flex_prefill", "top_pages", "vertical_slash", "xattention", "xattention_quest")
+"""Of prompts: test_prefill_patterns.py."""
 NAMES = sorted({path.stem for path in CONFIGS.glob("*.yaml")} - {*CALIBRATED, *DROPPING, *WRAPPERS, *PATTERNS, *PRIORS})
 SMALL = {"keep": {"sink_tokens": 4, "recent_tokens": 4}, "dense_layers": [0]}
 PYRAMIDS = ("hierarchical", "pyramid_kv")
@@ -66,11 +67,13 @@ class View:
     def once(self, key, make):
         return make()
 
-    def digest(self, part):
+    def digest(self, part, channels=None):
         keys = self.k.flatten(0, 1)[:, None]  # [b * P, one layer, Hkv, p, D]
         digest = self.kind.compute(keys, keys, [1])[part].squeeze(1).unflatten(0, (2, 9))
         digest[0, 8:], digest[1, 5:] = float("nan"), 50.0  # whatever was there
-        return digest
+        if channels is None:
+            return digest
+        return digest.take_along_dim(channels[:, None, :, None], 4)  # [b, P, Hkv, s, r]
 
     def digest_at(self, part, at):
         digest = self.digest(part).transpose(1, 2)  # [b, Hkv, P, ...]

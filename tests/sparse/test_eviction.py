@@ -76,7 +76,8 @@ def test_a_full_budget_is_dense_bit_for_bit(name, model, engine_for, drain):
 def test_br55_what_is_kept_is_attended_to_at_its_own_positions(name, backend, model, engine_for, drain):
     """Dense attention over the retained (token, position) pairs, computed by transformers."""
     engine = engine_for(model, backend=backend)
-    engine.submit(PROMPT, params(logprobs=0), method=evicting(name, every=0), request_id="a")
+    chosen = replace(evicting(name, every=0), choosing=None)
+    engine.submit(PROMPT, params(logprobs=0), method=chosen, request_id="a")
     engine.step()
     (sequence,) = engine._scheduler.running
     kept = sequence.kept.positions
@@ -141,7 +142,8 @@ def test_dropped_units_are_free_for_others(name, model, engine_for, drain):
             assert engine._compaction.split.free_runs == 6 * len(sequence.kept.units) - len(runs)
         drain(engine)
         assert engine.stats().units_held == 0 and not len(engine._compaction.split.units)
-    assert held["dense"] == held["visible"] == 12 and held["drop"] < 9
+    least = 9 if evicting(name).choosing is None else 11  # more is kept than a step reads
+    assert held["dense"] == held["visible"] == 12 and held["drop"] < least
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
@@ -264,7 +266,9 @@ class TestUnseen:
     """The last tokens of the prompt come after the decision, and read what it has left them."""
 
     def test_the_question_reads_what_was_kept(self, name, kind, model, engine_for, drain):
-        chosen = evicting(name, **KINDS[kind])
+        if name == "oracle_drop":
+            pytest.skip("it decides by the question")
+        chosen = replace(evicting(name, **KINDS[kind]), choosing=None)  # which would begin behind the question
         for step_tokens in (64, 5):
             engine = engine_for(model, step_tokens=step_tokens, pool_tokens=80)
             sample = alone(engine, drain, chosen, unseen_tokens=9, logprobs=0)

@@ -12,6 +12,7 @@ from octavo.core.inspection.prefill_cost import predict_prefill
 from octavo.core.interfaces import LayerTraits
 from octavo.core.step_plan import StepPlan
 from octavo.scripts.build import method
+from octavo.sparse.flex_prefill import FlexPrefill
 from octavo.sparse.placements import Resident
 from octavo.sparse.prefill import AShape, TopPages, VerticalSlash, XAttention
 
@@ -19,6 +20,7 @@ from .method_cases import PATTERNS, SMALL
 
 SPARSE = {
     "a_shape": {"sink_tokens": 4, "window_tokens": 8},
+    "flex_prefill": {"mass": 0.3, "divergence": 0.4, "least_tokens": 4},
     "top_pages": {"budget_tokens": 16},
     "vertical_slash": {"queries": 4, "vertical_tokens": 4, "slash_tokens": 4},
     "xattention": {"stride": 2, "mass": 0.5},
@@ -26,6 +28,7 @@ SPARSE = {
 }
 FULL = {
     "a_shape": {"sink_tokens": 4, "window_tokens": 1000},
+    "flex_prefill": {"mass": 1.0},
     "top_pages": {"budget_tokens": 1000},
     "vertical_slash": {"queries": 4, "vertical_tokens": 1000, "slash_tokens": 4},
     "xattention": {"stride": 2, "mass": 1.0},
@@ -285,6 +288,8 @@ def test_a_model_with_sinks_is_refused(sinks_model, engine_for):
     "wrong, message",
     [
         (lambda: XAttention(mass=0), "prefill.mass must be a number above 0 and at most 1, got 0"),
+        (lambda: FlexPrefill(mass=1.5), "prefill.mass must be a number above 0 and at most 1, got 1.5"),
+        (lambda: FlexPrefill(divergence=-1), "prefill.divergence must be a number of at least 0, got -1"),
         (lambda: XAttention(block_tokens=12, stride=8), "stride=8 must divide the block of 12 queries"),
         (lambda: VerticalSlash(queries=129), "queries=129: a block has 128 queries"),
         (lambda: TopPages(budget_tokens=0), "budget_tokens must be an integer of at least 1, got 0"),
@@ -391,7 +396,66 @@ def test_xattention_reads_the_fewest_pages_with_the_mass_of_antidiagonals():
             assert set(chosen[n, head].nonzero().flatten().tolist()) == set(order[:needed])
 
 
-@pytest.mark.parametrize("name", ["top_pages", "vertical_slash", "xattention"])
+class TestFlexPrefill:
+    """Each head by what it attends to, ``a``, and by what pooled queries and keys make of it, ``e``."""
+
+    @staticmethod
+    def shares(blocks, n, head):
+        end = (6, 8, 10)[n]
+        a = blocks.probs(n)[head].sum(0).view(10, 4).sum(1)[:end] / 8
+        queries, means = blocks.q[n].mean(0)[2 * head : 2 * head + 2], blocks.k[:end, head].mean(1)
+        return a, (queries @ means.T * blocks.traits.scale).softmax(1).mean(0)
+
+    @staticmethod
+    def reached(shares, mass):
+        order = sorted(range(len(shares)), key=lambda page: -shares[page])
+        return set(order[: next(n for n in range(1, len(order) + 1) if shares[order[:n]].sum() >= mass)])
+
+    def test_a_head_that_pooling_tells_reads_what_it_tells(self):
+        blocks = Blocks()
+        chosen = FlexPrefill(block_tokens=8, mass=0.6, divergence=1.0, least_tokens=0).choose(blocks)
+        for n in range(3):
+            for head in range(2):
+                _, e = self.shares(blocks, n, head)
+                assert set(chosen[n, head].nonzero().flatten().tolist()) == self.reached(e, 0.6)
+
+    def test_any_other_reads_lines_and_slashes(self):
+        blocks = Blocks()
+        chosen = FlexPrefill(block_tokens=8, mass=0.3, divergence=0.0, least_tokens=0).choose(blocks)
+        for n, end in enumerate((6, 8, 10)):
+            for head in range(2):
+                a, _ = self.shares(blocks, n, head)
+                bands, probs = torch.zeros(end), blocks.probs(n)[head]
+                for i in range(8):
+                    for token in range((end - 2) * 4 + i + 1):
+                        bands[((end - 2) * 4 + i - token) // 4] += probs[i, token] / 8
+                crossed = {end - 1 - band - back for band in self.reached(bands, 0.3) for back in range(3)}
+                pages = self.reached(a, 0.3) | {page for page in crossed if page >= 0}
+                assert set(chosen[n, head].nonzero().flatten().tolist()) == pages
+
+    def test_heads_differ(self):
+        """The bound lies between the divergences of two heads of a block."""
+        blocks = Blocks()
+        apart = []
+        for head in range(2):
+            a, e = self.shares(blocks, 0, head)
+            middle = (a + e) / 2
+            apart.append(float(((a * (a / middle).log()).sum() + (e * (e / middle).log()).sum()) / 2) ** 0.5)
+        sizes = {"block_tokens": 8, "mass": 0.4, "least_tokens": 0}
+        mixed, aware, lines = (
+            FlexPrefill(divergence=bound, **sizes).choose(blocks)[0] for bound in (sum(apart) / 2, 1.0, 0.0)
+        )
+        by_pooling = apart.index(min(apart))
+        assert torch.equal(mixed[by_pooling], aware[by_pooling])
+        assert torch.equal(mixed[1 - by_pooling], lines[1 - by_pooling])
+        assert not torch.equal(aware, lines)
+
+    def test_the_least_that_is_read(self):
+        chosen = FlexPrefill(block_tokens=8, mass=0.01, divergence=1.0, least_tokens=17).choose(Blocks())
+        assert chosen.sum(2).unique().tolist() == [5]
+
+
+@pytest.mark.parametrize("name", ["flex_prefill", "top_pages", "vertical_slash", "xattention"])
 def test_content_captures_more_than_chance(name, model, engine_for, drain):
     """The mass of the chosen pages, against as many that are drawn."""
     won = 0.0
