@@ -23,23 +23,27 @@ class ExpectedAttention(Rated):
        softmax over tokens, the mean over the query heads of a KV head;
     4. plus ``epsilon``, times |v|.
 
+    The first ``sink_tokens`` have no part in the mean, the covariance and the softmax: keep them by ``keep``.
+
     RoPE must turn the first half of a head against the second, as in Llama, Qwen and their kin.
     """
 
     window: int = 512  # type: ignore[misc]
     future_tokens: int = 512
     epsilon: float = 0.02
+    sink_tokens: int = 0
     shares: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_integer("scorer.window", self.window, 2)
         check_integer("scorer.future_tokens", self.future_tokens, 1)
+        check_integer("scorer.sink_tokens", self.sink_tokens, 0)
 
     def score(self, layer: LayerContext, context: Context) -> Tensor:
         rates = rope_rates(context, layer.queries.device)
-        first = context.tokens - len(layer.queries)
+        first = max(context.tokens - len(layer.queries), min(self.sink_tokens, context.tokens - 1))
         seen = torch.arange(first, context.tokens, device=rates.device)
-        queries = turned(layer.queries.float(), -seen[:, None, None] * rates)  # before RoPE
+        queries = turned(layer.queries[-len(seen) :].float(), -seen[:, None, None] * rates)  # before RoPE
         queries = grouped(queries, len(layer.keys)).permute(1, 2, 0, 3)  # [Hkv, g, w, D]
         mean = queries.mean(2, keepdim=True)
         coming = context.tokens + torch.arange(self.future_tokens, device=rates.device)
@@ -52,7 +56,7 @@ class ExpectedAttention(Rated):
         z = scale * (mean @ keys.mT).squeeze(2)  # [Hkv, g, N]
         covariance = spread.mT @ spread / queries.shape[2]  # [Hkv, g, D, D]
         z = z + scale**2 / 2 * ((keys @ covariance) * keys).sum(3)
-        exists = (layer.positions >= 0).unsqueeze(1)
+        exists = (layer.positions >= self.sink_tokens).unsqueeze(1)
         expected = z.masked_fill(~exists, -torch.inf).softmax(2).mean(1)
         norms: Tensor = layer.values.float().norm(dim=-1)
         return (expected + self.epsilon) * norms
