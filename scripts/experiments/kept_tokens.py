@@ -75,7 +75,7 @@ def run(config: KeptTokens, run: Run) -> None:
     def measure(item: str, missing: Methods) -> list[Sample]:
         ids = prompts[item][1]
         began = time.perf_counter()
-        ours = {name: kept_tokens(engine, ids, compared[name].method) for name in missing}
+        ours = _kept_by_octavo(engine, ids, [compared[name] for name in missing])
         presses = {name: _press(compared[name], ours[name], ids) for name in missing}
         distinct = list({repr(press): press for press in presses.values()}.values())
         found = dict(zip(map(repr, distinct), kvpress.kept(ids, distinct), strict=True))
@@ -205,6 +205,15 @@ def _compared(
         raise ConfigError(f"pairs.{name}.method={pair.method}: it keeps all tokens; give one that drops some")
     assert method is not None
     return Compared(name, step, method, press, counts)
+
+
+def _kept_by_octavo(engine: Engine, ids: Sequence[int], compared: Sequence[Compared]) -> dict[str, Positions]:
+    """By name; steps that change nothing on this side are computed once."""
+    found: dict[str, Positions] = {}
+    for one in compared:
+        if one.method.provenance not in found:
+            found[one.method.provenance] = kept_tokens(engine, ids, one.method)
+    return {one.name: found[one.method.provenance] for one in compared}
 
 
 def _press(compared: Compared, ours: Positions, ids: Sequence[int]) -> Press:
