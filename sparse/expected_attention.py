@@ -40,7 +40,7 @@ class ExpectedAttention(Rated):
         check_integer("scorer.sink_tokens", self.sink_tokens, 0)
 
     def score(self, layer: LayerContext, context: Context) -> Tensor:
-        rates = rope_rates(context, layer.queries.device)
+        rates = rope_rates(context, layer.layer).to(layer.queries.device)
         first = max(context.tokens - len(layer.queries), min(self.sink_tokens, context.tokens - 1))
         seen = torch.arange(first, context.tokens, device=rates.device)
         queries = turned(layer.queries[-len(seen) :].float(), -seen[:, None, None] * rates)  # before RoPE
@@ -62,16 +62,22 @@ class ExpectedAttention(Rated):
         return (expected + self.epsilon) * norms
 
 
-def rope_rates(context: Context, device: torch.device) -> Tensor:
-    """Radians that each pair of a head's elements turns by from one position to the next, fp32 [at most D / 2].
+def rope_rates(context: Context, layer: int) -> Tensor:
+    """Radians that each pair of a head's elements turns by from one position to the next in a layer, fp32
+    [at most D / 2].
+
+    Models that turn their layers by several kinds of RoPE, as Gemma 3, name the buffers after the layers' kinds.
 
     Raises:
-        ValueError: the model does not turn all its layers alike.
+        ValueError: the model has several kinds, and does not say which is the layer's.
     """
-    found = [rates for name, rates in context.model.named_buffers() if name.endswith("inv_freq")]
-    if not found or any(not torch.equal(rates, found[0]) for rates in found):
-        raise ValueError(f"{context.spec.name} has {len(found)} kinds of RoPE, and the queries to come need one")
-    return found[0].float().to(device)
+    found = {name: rates for name, rates in context.model.named_buffers() if name.endswith("inv_freq")}
+    kinds = getattr(context.model.config.get_text_config(), "layer_types", None)
+    own = [rates for name, rates in found.items() if kinds and name.endswith(f"{kinds[layer]}_inv_freq")]
+    own = own or list(found.values())
+    if not own or any(not torch.equal(rates, own[0]) for rates in own):
+        raise ValueError(f"{context.spec.name} has {len(own)} kinds of RoPE, and the queries to come need one")
+    return own[0].float()
 
 
 def turned(x: Tensor, angles: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from octavo.core import SamplingParams
 from octavo.core.costs import predict_decode
 from octavo.core.scheduler import StepPlan
 from octavo.scripts.build import method
+from octavo.sparse.expected_attention import ExpectedAttention, rope_rates
 
 from .eviction_cases import EVICTING, PAGES, VISIBLE, every, evicting
 from .method_cases import PROMPT
@@ -289,9 +291,10 @@ class TestUnseen:
         assert dense.samples[0].token_ids == alone(engine_for(model), drain, None).token_ids
 
 
+@pytest.mark.parametrize("name", ["snapkv", "expected_attention"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_layers_with_a_window_keep_it(kind, g_model, engine_for, drain, assert_idle):
-    engine, chosen = engine_for(g_model), evicting("snapkv", **KINDS[kind])
+def test_layers_with_a_window_keep_it(kind, name, g_model, engine_for, drain, assert_idle):
+    engine, chosen = engine_for(g_model), evicting(name, **KINDS[kind])
     sample = alone(engine, drain, chosen, logprobs=0)
     assert sample.logprobs != alone(engine_for(g_model), drain, None, logprobs=0).logprobs
     cost = predict_decode(
@@ -299,6 +302,34 @@ def test_layers_with_a_window_keep_it(kind, g_model, engine_for, drain, assert_i
     )
     assert sample.kv_bytes_read == cost.kv_bytes
     assert_idle(engine)
+
+
+class TestExpectedAttention:
+    def test_a_layer_turns_as_its_kind_does(self, model, g_model):
+        own = {name.rpartition(".")[2]: rates for name, rates in g_model.named_buffers() if name.endswith("inv_freq")}
+        assert not torch.equal(own["full_attention_inv_freq"], own["sliding_attention_inv_freq"])
+        for layer, kind in enumerate(g_model.config.layer_types):
+            assert torch.equal(rope_rates(SimpleNamespace(model=g_model), layer), own[f"{kind}_inv_freq"])
+        assert torch.equal(rope_rates(SimpleNamespace(model=model), 1), model.model.rotary_emb.inv_freq)
+
+    def test_sinks_have_no_part_in_the_scores_of_others(self, model):
+        def score(scorer, first):
+            generator = torch.Generator().manual_seed(0)
+            queries, keys, values = torch.randn((3, 12, 2, 16), generator=generator)
+            layer = SimpleNamespace(
+                layer=0,
+                positions=torch.arange(first, 12).expand(2, -1),
+                keys=keys.transpose(0, 1)[:, first:],
+                values=values.transpose(0, 1)[:, first:],
+                queries=queries[max(0, 12 - scorer.window) :],
+                traits=SimpleNamespace(scale=0.25),
+            )
+            return scorer.score(layer, SimpleNamespace(tokens=12, model=model, spec=None))
+
+        with_sinks = score(ExpectedAttention(window=32, sink_tokens=3), 0)[:, 3:]
+        without = score(ExpectedAttention(window=9), 3)
+        torch.testing.assert_close(with_sinks, without)
+        assert not torch.allclose(with_sinks, score(ExpectedAttention(window=32), 0)[:, 3:])
 
 
 def test_a_model_of_windows_alone_keeps_everything(w_model, engine_for, drain):
