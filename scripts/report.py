@@ -357,7 +357,7 @@ def format_value(key: str, value: Any) -> str:
         return str(value)
     if not math.isfinite(value):
         return str(value)
-    if "bytes" in key:
+    if "bytes" in key and not key.endswith("_ratio"):
         return format_bytes(value)
     sign = "+" if key.endswith(("_vs_dense", "_vs_first", "_vs_uncached", "_vs_base")) else ""
     if isinstance(value, int) or abs(value) >= 10_000:

@@ -45,14 +45,15 @@ def alone(engine, drain, chosen, prompt=PROMPT, **sampling):
 
 
 def retained(model, prompt, positions, tokens):
-    """Greedy tokens and their log-probabilities of transformers itself, after a dense prefill of which each layer and
-    head keeps the ``positions`` int64 [L, Hkv, n]."""
+    """Greedy tokens and their log-probabilities of transformers itself, after a dense prefill of which some layers keep
+    only ``positions``: layer -> int64 [Hkv, n]."""
     from transformers import DynamicCache
 
-    cache = DynamicCache()
+    cache = DynamicCache(config=model.config)
     with torch.inference_mode():
         logits = model(torch.tensor([prompt]), past_key_values=cache, use_cache=True).logits[0, -1]
-        for layer, kept in zip(cache.layers, positions, strict=True):
+        for number, kept in positions.items():
+            layer = cache.layers[number]
             wide = kept[None, :, :, None].expand(1, -1, -1, layer.keys.shape[3])
             layer.keys, layer.values = layer.keys.gather(2, wide), layer.values.gather(2, wide)
         drawn, logprobs = [], []
@@ -76,16 +77,26 @@ def test_a_full_budget_is_dense_bit_for_bit(name, model, engine_for, drain):
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 @every("name", EVICTING)
 def test_br55_what_is_kept_is_attended_to_at_its_own_positions(name, backend, model, engine_for, drain):
+    attends_to_what_is_kept(engine_for(model, backend=backend), drain, model, evicting(name, every=0))
+
+
+@pytest.mark.parametrize("name", ["snapkv", "expected_attention"])
+def test_br55_of_layers_that_see_everything_beside_windows(name, g_model, engine_for, drain):
+    attends_to_what_is_kept(engine_for(g_model), drain, g_model, evicting(name))
+
+
+def attends_to_what_is_kept(engine, drain, model, chosen):
     """Dense attention over the retained (token, position) pairs, computed by transformers."""
-    engine = engine_for(model, backend=backend)
-    engine.submit(PROMPT, params(logprobs=0), method=evicting(name, every=0), request_id="a")
+    engine.submit(PROMPT, params(logprobs=0), method=chosen, request_id="a")
     engine.step()
     (sequence,) = engine._scheduler.running
     kept = sequence.kept.positions
     if len({int(n) for n in (kept >= 0).sum(2).flatten()}) > 1:
         pytest.skip("transformers cannot keep a different number in each head")
     opened = torch.arange(sequence.kept.end, len(PROMPT)).expand(*kept.shape[:2], -1)
-    tokens, logprobs = retained(model, PROMPT, torch.cat([kept, opened], 2), 12)
+    layers = [layer for layer, window in enumerate(engine.spec.windows) if not window]
+    retaining = dict(zip(layers, torch.cat([kept, opened], 2), strict=True))
+    tokens, logprobs = retained(model, PROMPT, retaining, 12)
     sample = drain(engine).completions["a"].samples[0]
     assert sample.token_ids == tokens
     got = [entry[token] for entry, token in zip(sample.logprobs, tokens, strict=True)]
