@@ -192,6 +192,8 @@ def _line(item: str, samples: Sequence[Sample], seconds: float) -> str:
 def _quality(sample: Sample) -> str:
     if "acceptance" in sample:
         return f"{sample['acceptance']:.0f}"
+    if "jaccard_percent" in sample:
+        return f"{sample['jaccard_percent']:.0f}"
     if "gold_logprobs" not in sample and "accuracy" not in sample:
         return ""
     return f"{sample['accuracy']:.0f}" if "accuracy" in sample else f"{_log_likelihood(sample):.2f}"

@@ -64,6 +64,12 @@ HEADINGS = {
     "hit_tokens": "tokens found",
     "same_tokens_percent": "dense turn as dense %",
     "margin_nats_max": "margin, nats",
+    "equal_percent": "equal sets %",
+    "jaccard_percent": "Jaccard %",
+    "within_percent": "within %",
+    "differing_tokens_max": "differ in at most",
+    "kept_tokens": "kept",
+    "kvpress_kept_tokens": "kept by kvpress",
     "kept_percent": "kept %",
     "kept_percent_min": "at least",
     "file_bytes": "file",
@@ -206,6 +212,7 @@ HEADINGS = {
 LABELS = (
     "name",
     "method",
+    "same",
     "execution",
     "task",
     "policy",
@@ -351,7 +358,7 @@ def format_value(key: str, value: Any) -> str:
         return str(value)
     if not math.isfinite(value):
         return str(value)
-    if "bytes" in key:
+    if "bytes" in key and not key.endswith("_ratio"):
         return format_bytes(value)
     sign = "+" if key.endswith(("_vs_dense", "_vs_first", "_vs_uncached", "_vs_base")) else ""
     if isinstance(value, int) or abs(value) >= 10_000:

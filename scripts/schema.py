@@ -2,8 +2,8 @@
 
 Groups that several experiments have are in ``schema_groups``, the experiments on memory in ``schema_memory``, those on
 speed in ``schema_serving``, those on placements in ``schema_placements``, those on quality in ``schema_quality`` and
-``schema_lossless``, those on text and images in ``schema_multimodal`` and ``schema_image_sharing``, those on decode
-steps and on kernels in ``schema_decode`` and ``schema_kernels``.
+``schema_lossless``, the one beside kvpress in ``schema_kept``, those on text and images in ``schema_multimodal`` and
+``schema_image_sharing``, those on decode steps and on kernels in ``schema_decode`` and ``schema_kernels``.
 
 An experiment has its own subclass of ``Config``, so that a key which an experiment would ignore does not exist there.
 Ranges are checked when a typed object is made, as far as that needs no heavy import; the engine and the samplers check
@@ -32,6 +32,7 @@ from octavo.scripts.schema_groups import (
     WithPageMap,
 )
 from octavo.scripts.schema_image_sharing import ImageSharing
+from octavo.scripts.schema_kept import KeptTokens
 from octavo.scripts.schema_kernels import Kernels
 from octavo.scripts.schema_lossless import Lossless
 from octavo.scripts.schema_memory import (
@@ -69,6 +70,7 @@ __all__ = [
     "ImageBenchmarks",
     "ImageSharing",
     "Interleaved",
+    "KeptTokens",
     "Kernels",
     "Knobs",
     "Latency",
@@ -183,6 +185,7 @@ EXPERIMENTS: dict[str, type[Config]] = {
     "image_sharing": ImageSharing,
     "interleaved": Interleaved,
     "host_tier": HostTier,
+    "kept_tokens": KeptTokens,
     "kernels": Kernels,
     "knobs": Knobs,
     "latency": Latency,
@@ -219,8 +222,9 @@ def register(arguments: Sequence[str] = ()) -> None:
         node = OmegaConf.structured(schema)
         # Open, so that a command line needs no "+" to say sparse.overrides.quest.keep.sink_tokens=4.
         OmegaConf.set_struct(node.engine.page_policies, False)
-        if "features" in node:
-            OmegaConf.set_struct(node.features, False)
+        for opened in ("features", "pairs"):
+            if opened in node:
+                OmegaConf.set_struct(node[opened], False)
         if "sparse" in node:
             OmegaConf.set_struct(node.sparse.overrides, False)
         store.store(group="schema", name=name, node=node, package="_global_")

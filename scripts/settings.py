@@ -36,7 +36,8 @@ def typed(cfg: DictConfig) -> Config:
         config.model.path = resolved_model(config.model.path)
     if hasattr(config, "runs"):
         config.runs = [str(absolute(folder)) for folder in config.runs]
-    for owner, key in ((config, "resume"), (config, "prompts_file"), (getattr(config, "task", None), "path")):
+    files = [(config, key) for key in ("resume", "prompts_file", "kvpress_python")]
+    for owner, key in (*files, (getattr(config, "task", None), "path")):
         if getattr(owner, key, None):
             setattr(owner, key, str(absolute(getattr(owner, key))))
     return config

@@ -123,6 +123,15 @@ def items_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
+@pytest.fixture(scope="session")
+def kvpress_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A program that is run as the Python of kvpress's environment, and answers without one."""
+    file = tmp_path_factory.mktemp("kvpress") / "python"
+    file.write_text(f"#!/bin/sh\nexec {sys.executable} {Path(__file__).with_name('fake_kvpress.py')}\n")
+    file.chmod(0o755)
+    return file
+
+
 @dataclass
 class Outcome:
     """How a command ended, and what it said."""

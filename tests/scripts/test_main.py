@@ -94,6 +94,13 @@ def test_limit_makes_any_experiment_a_smoke_test(
         ],
         "image_benchmarks": [demo, "max_new_tokens=4", "benchmarks=[captions]"],
         "interleaved": [demo, "exams=[colour]"],
+        "kept_tokens": [
+            model,
+            f"kvpress_python={request.getfixturevalue('kvpress_python')}",
+            "contexts=[200]",
+            "budget_tokens=64",
+            "only=[streaming,snapkv]",
+        ],
         "lossless": [
             model,
             "contexts=[300]",

@@ -188,6 +188,10 @@ RUNS: dict[str, tuple[list[str], list[str]]] = {
         ["4 requests with the same 1 images, zero_copy"],
     ),
     "interleaved": (["limit=1", "exams=[colour]"], ["the conversations, all at once"]),
+    "kept_tokens": (
+        ["limit=1", "contexts=[200]", "budget_tokens=64", "only=[streaming]", "engine.step_tokens=32"],
+        ["all prompts, one after another"],
+    ),
     "knobs": (
         [
             "limit=4",
@@ -269,8 +273,8 @@ RUNS: dict[str, tuple[list[str], list[str]]] = {
 """Experiment -> arguments that make it tiny, and what its page maps show."""
 
 UNTIMED = {
-    "code_completion", "devices", "generate", "heads", "interleaved", "lossless", "multi_turn", "pareto", "perplexity",
-    "protocols", "ruler", "structure",
+    "code_completion", "devices", "generate", "heads", "interleaved", "kept_tokens", "lossless", "multi_turn", "pareto",
+    "perplexity", "protocols", "ruler", "structure",
 }  # fmt: skip
 """Experiments that are looked at while they run."""
 
@@ -282,6 +286,9 @@ def arguments(request: pytest.FixtureRequest, name: str) -> list[str]:
     if name == "structure":  # its methods are others than those of ``tiny``
         settings = request.getfixturevalue("tiny")[:3]
         return [*settings, "sparse.budget_tokens=128", "sparse.overrides.quest.dense_layers=[]", *RUNS[name][0]]
+    if name == "kept_tokens":
+        python = request.getfixturevalue("kvpress_python")
+        return [f"model.path={request.getfixturevalue('tiny_model')}", f"kvpress_python={python}", *RUNS[name][0]]
     if name == "image_sharing":
         return ["model.shape=tiny", *RUNS[name][0]]
     seeing = name in ("image_benchmarks", "interleaved", "page_ratio", "sessions")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 
 import pytest
 
+from octavo.scripts.embedded_models import MODELS
 from octavo.scripts.experiments.ruler import specs
 from octavo.scripts.schema import Calibrate, Ruler
 from octavo.sparse import basis_files
@@ -234,8 +236,8 @@ class TestCalibrate:
         assert outcome.code == 1 and message in outcome.err
 
     def test_the_shipped_files_were_made_with_the_defaults(self) -> None:
-        for method in ("loki", "double_sparsity"):
-            (file,) = basis_files.shipped(method)
+        for method, model in product(("loki", "double_sparsity"), MODELS):
+            file = basis_files.SHIPPED / f"{method}-{model}.npz"
             said, config = basis_files.read(file.read_bytes(), str(file)).provenance, Calibrate(experiment="calibrate")
             assert (said["method"], said["rank"], said["tokens"]) == (method, config.rank, config.tokens)
             assert file.stat().st_size < 1e6

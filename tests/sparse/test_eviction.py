@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from octavo.core import SamplingParams
 from octavo.core.costs import predict_decode
 from octavo.core.step_plan import StepPlan
 from octavo.scripts.build import method
+from octavo.sparse.expected_attention import ExpectedAttention, rope_rates
 
 from .eviction_cases import EVICTING, PAGES, VISIBLE, every, evicting
 from .method_cases import PROMPT
@@ -43,14 +45,15 @@ def alone(engine, drain, chosen, prompt=PROMPT, **sampling):
 
 
 def retained(model, prompt, positions, tokens):
-    """Greedy tokens and their log-probabilities of transformers itself, after a dense prefill of which each layer and
-    head keeps the ``positions`` int64 [L, Hkv, n]."""
+    """Greedy tokens and their log-probabilities of transformers itself, after a dense prefill of which some layers keep
+    only ``positions``: layer -> int64 [Hkv, n]."""
     from transformers import DynamicCache
 
-    cache = DynamicCache()
+    cache = DynamicCache(config=model.config)
     with torch.inference_mode():
         logits = model(torch.tensor([prompt]), past_key_values=cache, use_cache=True).logits[0, -1]
-        for layer, kept in zip(cache.layers, positions, strict=True):
+        for number, kept in positions.items():
+            layer = cache.layers[number]
             wide = kept[None, :, :, None].expand(1, -1, -1, layer.keys.shape[3])
             layer.keys, layer.values = layer.keys.gather(2, wide), layer.values.gather(2, wide)
         drawn, logprobs = [], []
@@ -74,9 +77,17 @@ def test_a_full_budget_is_dense_bit_for_bit(name, model, engine_for, drain):
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 @every("name", EVICTING)
 def test_br55_what_is_kept_is_attended_to_at_its_own_positions(name, backend, model, engine_for, drain):
-    """Dense attention over the retained (token, position) pairs, computed by transformers."""
-    engine = engine_for(model, backend=backend)
     chosen = replace(evicting(name, every=0), choosing=None)
+    attends_to_what_is_kept(engine_for(model, backend=backend), drain, model, chosen)
+
+
+@pytest.mark.parametrize("name", ["snapkv", "expected_attention"])
+def test_br55_of_layers_that_see_everything_beside_windows(name, g_model, engine_for, drain):
+    attends_to_what_is_kept(engine_for(g_model), drain, g_model, evicting(name))
+
+
+def attends_to_what_is_kept(engine, drain, model, chosen):
+    """Dense attention over the retained (token, position) pairs, computed by transformers."""
     engine.submit(PROMPT, params(logprobs=0), method=chosen, request_id="a")
     engine.step()
     (sequence,) = engine._scheduler.running
@@ -84,7 +95,9 @@ def test_br55_what_is_kept_is_attended_to_at_its_own_positions(name, backend, mo
     if len({int(n) for n in (kept >= 0).sum(2).flatten()}) > 1:
         pytest.skip("transformers cannot keep a different number in each head")
     opened = torch.arange(sequence.kept.end, len(PROMPT)).expand(*kept.shape[:2], -1)
-    tokens, logprobs = retained(model, PROMPT, torch.cat([kept, opened], 2), 12)
+    layers = [layer for layer, window in enumerate(engine.spec.windows) if not window]
+    retaining = dict(zip(layers, torch.cat([kept, opened], 2), strict=True))
+    tokens, logprobs = retained(model, PROMPT, retaining, 12)
     sample = drain(engine).completions["a"].samples[0]
     assert sample.token_ids == tokens
     got = [entry[token] for entry, token in zip(sample.logprobs, tokens, strict=True)]
@@ -293,9 +306,10 @@ class TestUnseen:
         assert dense.samples[0].token_ids == alone(engine_for(model), drain, None).token_ids
 
 
+@pytest.mark.parametrize("name", ["snapkv", "expected_attention"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_layers_with_a_window_keep_it(kind, g_model, engine_for, drain, assert_idle):
-    engine, chosen = engine_for(g_model), evicting("snapkv", **KINDS[kind])
+def test_layers_with_a_window_keep_it(kind, name, g_model, engine_for, drain, assert_idle):
+    engine, chosen = engine_for(g_model), evicting(name, **KINDS[kind])
     sample = alone(engine, drain, chosen, logprobs=0)
     assert sample.logprobs != alone(engine_for(g_model), drain, None, logprobs=0).logprobs
     cost = predict_decode(
@@ -303,6 +317,34 @@ def test_layers_with_a_window_keep_it(kind, g_model, engine_for, drain, assert_i
     )
     assert sample.kv_bytes_read == cost.kv_bytes
     assert_idle(engine)
+
+
+class TestExpectedAttention:
+    def test_a_layer_turns_as_its_kind_does(self, model, g_model):
+        own = {name.rpartition(".")[2]: rates for name, rates in g_model.named_buffers() if name.endswith("inv_freq")}
+        assert not torch.equal(own["full_attention_inv_freq"], own["sliding_attention_inv_freq"])
+        for layer, kind in enumerate(g_model.config.layer_types):
+            assert torch.equal(rope_rates(SimpleNamespace(model=g_model), layer), own[f"{kind}_inv_freq"])
+        assert torch.equal(rope_rates(SimpleNamespace(model=model), 1), model.model.rotary_emb.inv_freq)
+
+    def test_sinks_have_no_part_in_the_scores_of_others(self, model):
+        def score(scorer, first):
+            generator = torch.Generator().manual_seed(0)
+            queries, keys, values = torch.randn((3, 12, 2, 16), generator=generator)
+            layer = SimpleNamespace(
+                layer=0,
+                positions=torch.arange(first, 12).expand(2, -1),
+                keys=keys.transpose(0, 1)[:, first:],
+                values=values.transpose(0, 1)[:, first:],
+                queries=queries[max(0, 12 - scorer.window) :],
+                traits=SimpleNamespace(scale=0.25),
+            )
+            return scorer.score(layer, SimpleNamespace(tokens=12, model=model, spec=None))
+
+        with_sinks = score(ExpectedAttention(window=32, sink_tokens=3), 0)[:, 3:]
+        without = score(ExpectedAttention(window=9), 3)
+        torch.testing.assert_close(with_sinks, without)
+        assert not torch.allclose(with_sinks, score(ExpectedAttention(window=32), 0)[:, 3:])
 
 
 def test_a_model_of_windows_alone_keeps_everything(w_model, engine_for, drain):

@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from octavo.core.costs import predict_decode
 from octavo.core.hf_model import load
 from octavo.core.interfaces import ModelSpec
 from octavo.scripts.build import method
-from octavo.scripts.embedded_models import SMOLLM2
+from octavo.scripts.embedded_models import MODELS
 from octavo.scripts.experiments import calibrate
 from octavo.scripts.schema import Calibrate
 from octavo.sparse import basis_files, calibration
@@ -147,16 +148,23 @@ def test_a_file_gives_back_what_was_written(tmp_path):
 
 class TestShipped:
     SPEC = ModelSpec("LlamaForCausalLM", 30, 9, 3, 64, torch.bfloat16, 49152, 8192, (0,) * 30)
+    SPECS: ClassVar = {
+        "smollm2": SPEC,
+        "gemma3": ModelSpec(
+            "Gemma3ForCausalLM", 18, 4, 1, 256, torch.bfloat16, 262144, 32768, (512, 512, 512, 512, 512, 0) * 3
+        ),
+    }
 
+    @pytest.mark.parametrize("model", MODELS)
     @pytest.mark.parametrize("name", CALIBRATED)
-    def test_a_method_finds_the_file_of_an_embedded_model(self, name):
-        made = method(name)
-        made.validate(self.SPEC, 16)
-        assert made.digest.spec(16, self.SPEC) == {"reduced": (3, 16, 16)}
-        keys = torch.randn(1, 2, 3, 16, 64)
-        (file,) = basis_files.shipped(name)
+    def test_a_method_finds_the_file_of_an_embedded_model(self, name, model):
+        made, spec = method(name), self.SPECS[model]
+        made.validate(spec, 16)
+        assert made.digest.spec(16, spec) == {"reduced": (spec.kv_heads, 16, 16)}
+        keys = torch.randn(1, 2, spec.kv_heads, 16, spec.head_dim)
+        file = basis_files.SHIPPED / f"{name}-{model}.npz"
         basis = basis_files.read(file.read_bytes(), str(file)).basis
-        torch.testing.assert_close(made.digest.compute(keys, keys, [4, 29])["reduced"], keys @ basis[[4, 29]])
+        torch.testing.assert_close(made.digest.compute(keys, keys, [5, 17])["reduced"], keys @ basis[[5, 17]])
 
     @pytest.mark.parametrize(
         "change", [{"layers": 29}, {"vocab_size": 3}, {"head_dim": 32}, {"name": "Qwen3ForCausalLM"}]
@@ -179,15 +187,16 @@ class TestShipped:
                 )
 
     @pytest.mark.slow
+    @pytest.mark.parametrize("embedded", MODELS.values(), ids=MODELS)
     @pytest.mark.parametrize("name", CALIBRATED)
-    def test_it_is_what_the_model_gives(self, name):
+    def test_it_is_what_the_model_gives(self, name, embedded):
         """The same texts give the same file, but for rounding; other texts, as of another Python, nearly so."""
-        if not SMOLLM2.path.is_dir():
-            pytest.skip(f"no {SMOLLM2.path}; {SMOLLM2.command} makes it")
-        (file,) = basis_files.shipped(name)
+        if not embedded.path.is_dir():
+            pytest.skip(f"no {embedded.path}; {embedded.command} makes it")
+        file = basis_files.SHIPPED / f"{name}-{embedded.name}.npz"
         there = basis_files.read(file.read_bytes(), str(file))
         config = Calibrate(experiment="calibrate", method=name)
-        model, tokenizer = load(str(SMOLLM2.path), "auto", "cpu")
+        model, tokenizer = load(str(embedded.path), "auto", "cpu")
         texts = calibrate.chosen_texts(config, tokenizer)
         assert calibration.weights_sha256(model) == there.provenance["weights_sha256"]
         queries, keys = calibration.queries_and_keys(model, [ids for _, ids in texts])
