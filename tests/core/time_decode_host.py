@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from octavo.core import Engine, EngineConfig, SamplingParams
 
 STEPS = 96
-"""Six pages of each sequence, so that as many steps find pages full as in the long run."""
+"""Six pages of each sequence."""
 
 
 def engine_of(sequences: int, prefix_cache: bool) -> Engine:
@@ -35,8 +35,8 @@ def engine_of(sequences: int, prefix_cache: bool) -> Engine:
     for i in range(sequences):
         params = SamplingParams(max_tokens=400, temperature=0.6, seed=i, ignore_eos=True)
         engine.submit([(7 * i + at) % 500 for at in range(64 + i % 16)], params)
-    while len(engine.step()) < sequences:
-        pass
+    while not all(sequence.generated > 4 for sequence in engine._scheduler.running):
+        engine.step()
     return engine
 
 
