@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from octavo.multimodal.anyres_encoder import AnyresEncoder
+    from octavo.multimodal.cached_encoder import CachedEncoder
     from octavo.multimodal.encode_worker import EncodeWorker
     from octavo.multimodal.encoder_cache import EncoderCache
     from octavo.multimodal.errors import (
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "AnyresEncoder": "anyres_encoder",
+    "CachedEncoder": "cached_encoder",
     "EncodeWorker": "encode_worker",
     "EncoderCache": "encoder_cache",
     "ImageDecodeError": "errors",
@@ -61,6 +63,7 @@ _HOMES = {
 
 __all__ = [
     "AnyresEncoder",
+    "CachedEncoder",
     "EncodeWorker",
     "EncoderCache",
     "ImageDecodeError",

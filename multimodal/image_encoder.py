@@ -94,7 +94,7 @@ class ImageEncoder:
         return image_id(self.read(item), self._preprocessing, self._encoder())
 
     def witness(self, item: Any) -> bytes:
-        """32 bytes of another digest of the same, by which a hit is verified (``EncoderCache``)."""
+        """32 bytes of another digest of the same, by which a hit is verified (``CachedEncoder``)."""
         return second_digest(self.read(item), self._preprocessing, self._encoder())
 
     def n_tokens(self, item: Any) -> int:

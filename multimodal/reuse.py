@@ -5,7 +5,7 @@ what its tokens read there, which only computing repairs (arXiv 2405.16444, 2606
 nothing that differs; the others take KV that was computed behind ``context_tokens`` tokens of the prompt alone:
 
     prefix         found behind the very same prefix only                     exact; the default
-    encoder_only   never found; embeddings can still be (``EncoderCache``)    exact
+    encoder_only   never found; embeddings can still be (``CachedEncoder``)   exact
     zero_copy      one physical copy, read with turned queries                approximate
     repair         copies with turned keys, the head of each computed anew    approximate
     blend          the same with the tokens whose KV deviates most            approximate
