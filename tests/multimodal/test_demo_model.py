@@ -26,10 +26,17 @@ def test_it_is_small_and_its_card_names_every_exam():
     assert named == [*EXAMS]
 
 
-@pytest.mark.parametrize("exam", ["describe", "colour", "place", "in image k of 2", "needle_object of 4"])
-def test_it_answers_from_what_it_is_shown(engine, exam):
-    """Well above what the card says of blank and of wrong images, by any luck of eight questions."""
-    questions = exam_questions(exam, 7, 8)
+@pytest.mark.parametrize(
+    ("exam", "size"),
+    [
+        *((exam, 8) for exam in ("describe", "colour", "place", "relation", "same", "in image k of 2")),
+        ("multihop of 4", 4),
+        ("needle_object of 4", 8),
+    ],
+)
+def test_it_answers_from_what_it_is_shown(engine, exam, size):
+    """Well above what the card says of blank and of wrong images, by any luck of so few questions."""
+    questions = exam_questions(exam, 7, size)
     assert engine_score(engine, questions).answers >= 0.75
     assert engine_score(engine, questions, "wrong").answers <= 0.6
     engine.check()
