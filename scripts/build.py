@@ -92,7 +92,12 @@ def load_model(settings: ModelSettings) -> tuple[Any, Any]:
 
 
 def engine(
-    config: Config, model: Any, tokenizer: Any, *, encoders: Mapping[str, SegmentEncoder] | None = None
+    config: Config,
+    model: Any,
+    tokenizer: Any,
+    *,
+    encoders: Mapping[str, SegmentEncoder] | None = None,
+    reuse: SegmentReuse | None = None,
 ) -> Engine:
     """The engine of a run.
 
@@ -102,7 +107,7 @@ def engine(
     from octavo.core import Engine
 
     try:
-        return Engine(model, tokenizer, engine_config(config.engine), encoders=encoders)
+        return Engine(model, tokenizer, engine_config(config.engine), encoders=encoders, reuse=reuse)
     except ConfigError:
         raise
     except ValueError as error:

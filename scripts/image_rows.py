@@ -12,11 +12,14 @@ from octavo.scripts.tasks.statistics import bootstrap_mean, mcnemar_exact, paire
 Row = dict[str, Any]
 Sample = Mapping[str, Any]
 
+ALL = "all"
+"""The task of the rows on all samples that have an accuracy, where they are of several tasks."""
+
 QUALITIES = ("accuracy", "soft_accuracy", "rouge_l", "things_f1")
 
 
 def rows(samples: Sequence[Sample], seed: int, *, intervals: bool = True) -> list[Row]:
-    """One row a task and method, in the order of the samples.
+    """One row a task and method, in the order of the samples, and one a method on ``ALL`` tasks.
 
     Qualities are means over items in points, ``consistency`` the share of groups that are right as a whole, both with
     95 % bootstrap intervals over items (groups) in ``<key>_ci``; ``<key>_vs_uncached`` is the mean difference over the
@@ -25,8 +28,11 @@ def rows(samples: Sequence[Sample], seed: int, *, intervals: bool = True) -> lis
     the distributions of next tokens from the uncached ones, up to there.
     """
     found = []
-    for task in dict.fromkeys(sample["task"] for sample in samples):
-        of_task = [sample for sample in samples if sample["task"] == task]
+    tasks = {name: [s for s in samples if s["task"] == name] for name in dict.fromkeys(s["task"] for s in samples)}
+    accurate = [sample for sample in samples if "accuracy" in sample]
+    if len({sample["task"] for sample in accurate}) > 1:
+        tasks[ALL] = accurate
+    for task, of_task in tasks.items():
         base = {sample["item"]: sample for sample in of_task if sample["method"] == UNCACHED}
         for method in dict.fromkeys(sample["method"] for sample in of_task):
             own = [sample for sample in of_task if sample["method"] == method]

@@ -13,7 +13,7 @@ DEMO_EXAMS = (
     "describe", "colour", "shape", "place", "count", "digit", "exists", "relation", "compare", "same",
     "in image k of 4", "multihop of 4", "needle_digit of 8", "needle_object of 8",
 )  # fmt: skip
-IMAGE_BENCHMARKS = ("needle", "multihop", "pairs", "unanswerable", "captions")
+IMAGE_BENCHMARKS = ("scenes", "needle", "multihop", "pairs", "unanswerable", "captions")
 IMAGE_FORMATS = ("mm_niah", "nlvr2", "muirbench", "coco")
 UNCACHED = "uncached"
 LLAVA_TOKENS = 576
@@ -48,8 +48,11 @@ class Interleaved(WithPageMap):
 class ImageBenchmarks(WithPageMap):
     """benchmarks: of ``octavo.scripts.tasks.image_benchmarks``, made from ``seed``; items: of each. Or, instead of
     them, a public one from files: format, path of its records, images the folder of its images. features: by name,
-    settings of the engine under test, each compared with the engine without a prefix cache. max_new_tokens: of an
-    answer."""
+    settings of the engine under test, each compared with the engine without a prefix cache. modes: ways of
+    reusing images, names of ``configs/reuse/``, of ``reuse/`` in a folder on ``hydra.searchpath``, or paths of YAML
+    files, compared with it, too; images were seen behind another text then. contexts: ``context_tokens`` of those that
+    are not exact, one after the other; none is what their files say. max_new_tokens: of an answer. encoder_cache_mib:
+    embeddings of images that are kept, for all engines together."""
 
     model: VisionModelSettings = field(default_factory=VisionModelSettings)
     benchmarks: list[str] = field(default_factory=lambda: list(IMAGE_BENCHMARKS))
@@ -57,11 +60,18 @@ class ImageBenchmarks(WithPageMap):
     format: str | None = None
     path: str | None = None
     images: str | None = None
-    features: dict[str, Any] = field(default_factory=lambda: {"prefix": {"prefix_cache": True}})
+    features: dict[str, Any] = field(default_factory=dict)
+    modes: list[str] = field(default_factory=list)
+    contexts: list[int] = field(default_factory=list)
     max_new_tokens: int = 72
+    encoder_cache_mib: int = 256
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for key in ("modes", "contexts"):
+            each_once(key, getattr(self, key))
+        each_at_least("contexts", self.contexts, 0)
+        at_least("encoder_cache_mib", self.encoder_cache_mib, 0)
         each_once("benchmarks", self.benchmarks, IMAGE_BENCHMARKS)
         at_least("items", self.items, 1)
         at_least("max_new_tokens", self.max_new_tokens, 1)
@@ -72,8 +82,12 @@ class ImageBenchmarks(WithPageMap):
             one_of("format", self.format, IMAGE_FORMATS)
         elif not self.benchmarks:
             raise ConfigError("benchmarks is empty; give at least one, or format, path and images")
-        if not self.features or UNCACHED in self.features:
-            raise ConfigError(f"features={[*self.features]}: give at least one, and none is called {UNCACHED}")
+        if not (self.features or self.modes) or UNCACHED in self.features:
+            raise ConfigError(
+                f"features={[*self.features]} modes={[*self.modes]}: give at least one, and none is called {UNCACHED}"
+            )
+        if self.modes and not self.engine.prefix_cache:
+            raise ConfigError("engine.prefix_cache=false: images are reused through the prefix cache; leave it out")
         known = [part.name for part in fields(EngineSettings)]
         for name, changes in self.features.items():
             if not isinstance(changes, Mapping):

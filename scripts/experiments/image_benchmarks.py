@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Container, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 from octavo.core.inspection.page_watch import PageWatch
 from octavo.scripts import build, report
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from octavo.core import Completion, Engine
+    from octavo.core.interfaces import SegmentEncoder, SegmentReuse
 
 Row = dict[str, Any]
 
@@ -32,7 +33,8 @@ MOST_LOGPROBS = 128
 
 NOTES = (
     f"{UNCACHED}: without a prefix cache, all else as engine says. Under a feature every prompt is served twice, and "
-    "the second time counts, so that whatever it keeps is used.",
+    "the second time counts, so that whatever it keeps is used. Under a way of reuse another text stands in "
+    "front the first time, so that images are found behind another text.",
     "Intervals: 95 %, bootstrap over items; vs uncached: paired over the same items. Consistency: groups of items that "
     "are right as a whole, the pairs of a sentence or a question and its unanswerable twin.",
     "same tokens: of the uncached answers, up to the first that differs; KL: of next tokens, from the uncached ones, "
@@ -40,16 +42,26 @@ NOTES = (
     "Captions have ROUGE-L, a score of one caption without statistics of a corpus, so that runs can be paired; those "
     "of scenes also F1 of the things in them.",
 )
+EARLIER = "this one comes next . "
+"""Stands in front of everything where images are seen first. The demo model knows the words, and they mean nothing."""
+
 BESIDE = ("agreement_percent", "kl_nats_max", "hit_percent")
 
 
 def run(config: ImageBenchmarks, run: Run) -> None:
-    """One sample an item and method, where methods are the uncached engine and one for each feature; one row a task and
-    method. Every engine lives through the whole run, and they take turns at each item."""
+    """One sample an item and method, where methods are the uncached engine and one for each feature and each way of
+    reuse; one row a task and method. Every engine lives through the whole run, and they take turns at each item; all
+    have one encoder cache, so an image is encoded once."""
+    from octavo.multimodal import CachedEncoder
+
+    reuses = _reuses(config)
     with waiting("loading the vision model"):
         vision = load_vision_model(config.model)
+        encoder = CachedEncoder(vision.encoder, config.encoder_cache_mib << 20)
     items = _items(config, vision)
-    engines = {name: _engine(config, vision, changes) for name, changes in _methods(config).items()}
+    engines = {
+        name: _engine(config, vision, encoder, changes, reuses.get(name)) for name, changes in _methods(config).items()
+    }
     first = next(name for name in engines if name != UNCACHED)
     engines[first].watch = PageWatch() if config.page_map else None
 
@@ -58,7 +70,7 @@ def run(config: ImageBenchmarks, run: Run) -> None:
     with counting(config.experiment, len(items), len(items) - len(left)) as advance:
         for item in left:
             start = time.perf_counter()
-            samples = ask(item, engines, vision, config)
+            samples = ask(item, engines, reuses, vision, config)
             for sample in samples:
                 if (item.item_id, sample["method"]) not in done:
                     run.add(sample)
@@ -74,18 +86,22 @@ def run(config: ImageBenchmarks, run: Run) -> None:
     report.publish(run, config, found, plots=plots, notes=NOTES, maps=maps, tables=tables(found))
 
 
-def ask(item: ImageItem, engines: Mapping[str, Engine], vision: VisionModel, config: ImageBenchmarks) -> list[Sample]:
+def ask(
+    item: ImageItem, engines: Mapping[str, Engine], reuses: Container[str], vision: VisionModel, config: ImageBenchmarks
+) -> list[Sample]:
     """An item under every method; the uncached engine comes first, and the others are compared with it."""
     from octavo.multimodal.scenes_tasks import verdict
 
     prompts = [prompt_of(item, question, vision) for question in item.questions]
+    elsewhere = dataclasses.replace(item, context=f"{EARLIER}{item.context}")
+    earlier = [prompt_of(elsewhere, question, vision) for question in item.questions]
     samples: list[Sample] = []
     base: list[Completion] = []
     for name, engine in engines.items():
         if name != UNCACHED:
-            _answers(engine, prompts, config)
+            _answers(engine, earlier if name in reuses else prompts, 1)
         before = engine.stats()
-        answers = _answers(engine, prompts, config)
+        answers = _answers(engine, prompts, config.max_new_tokens)
         after = engine.stats()
         base = base or answers
         outputs = [answer.text.strip() for answer in answers]
@@ -175,20 +191,45 @@ def _items(config: ImageBenchmarks, vision: VisionModel) -> list[ImageItem]:
 
 
 def _methods(config: ImageBenchmarks) -> dict[str, Mapping[str, Any]]:
-    return {UNCACHED: {"prefix_cache": False}, **config.features}
+    """Settings of the engine of every method."""
+    return {UNCACHED: {"prefix_cache": False}, **config.features, **{name: {} for name in _reuses(config)}}
 
 
-def _engine(config: ImageBenchmarks, vision: VisionModel, changes: Mapping[str, Any]) -> Engine:
+def _reuses(config: ImageBenchmarks) -> dict[str, SegmentReuse]:
+    """The ways of reuse by method, one for each context where they are not exact.
+
+    Raises:
+        ConfigError: an unknown one, or one that is called like another method.
+    """
+    found: dict[str, SegmentReuse] = {}
+    for name in config.modes:
+        reuse = build.reuse(name)
+        contexts = {} if reuse.exact else {f"{name}, context {tokens}": tokens for tokens in config.contexts}
+        made = {key: dataclasses.replace(cast("Any", reuse), context_tokens=tokens) for key, tokens in contexts.items()}
+        found |= made or {name: reuse}
+    for name in found:
+        if name in config.features or name == UNCACHED:
+            raise ConfigError(f"modes={name}: another method is called so, too; rename the feature")
+    return found
+
+
+def _engine(
+    config: ImageBenchmarks,
+    vision: VisionModel,
+    encoder: SegmentEncoder,
+    changes: Mapping[str, Any],
+    reuse: SegmentReuse | None,
+) -> Engine:
     settings: EngineSettings = dataclasses.replace(config.engine, **changes)
     plain = Config(config.experiment, engine=settings)
-    return build.engine(plain, vision.model, vision.tokenizer, encoders={"image": vision.encoder})
+    return build.engine(plain, vision.model, vision.tokenizer, encoders={"image": encoder}, reuse=reuse)
 
 
-def _answers(engine: Engine, prompts: Sequence[Any], config: ImageBenchmarks) -> list[Completion]:
+def _answers(engine: Engine, prompts: Sequence[Any], tokens: int) -> list[Completion]:
     from octavo.core import SamplingParams
 
     entries = min(engine.spec.vocab_size, MOST_LOGPROBS)
-    return engine.generate(prompts, SamplingParams(max_tokens=config.max_new_tokens, logprobs=entries))
+    return engine.generate(prompts, SamplingParams(max_tokens=tokens, logprobs=entries))
 
 
 def _against(base: Sequence[Completion], answers: Sequence[Completion]) -> Sample:

@@ -2,6 +2,7 @@
 
 | name           | schema      | what is asked                                                                     |
 |----------------|-------------|-----------------------------------------------------------------------------------|
+| `scenes`       | `mm_niah`   | one thing of one image: colour, place, count, relation, ...; whether two are alike |
 | `needle`       | `mm_niah`   | which of 2, 4 or 8 images has a digit, or a thing; how many of a colour each has  |
 | `multihop`     | `mm_niah`   | the shape in image i that has the colour of a shape in image j                    |
 | `pairs`        | `nlvr2`     | a sentence about four pairs of images, true of two of them                        |
@@ -85,6 +86,16 @@ def write(benchmark: Benchmark, folder: Path) -> Path:
     return file
 
 
+def _scenes(rng: Random, first: int, scenes: dict[str, Scene]) -> list[dict[str, Any]]:
+    from octavo.multimodal.scenes_questions import ask
+    from octavo.multimodal.scenes_tasks import SCENE_TASKS, verdict
+
+    tasks = [*(task for task in SCENE_TASKS if task != "describe"), "compare", "same"]  # captions describe
+    task = tasks[first % len(tasks)]
+    asked = ask(rng, task, 1 if task in SCENE_TASKS else 2)
+    return [_haystack(first, scenes, asked.scenes, asked.question, verdict(asked.answer), task, None)]
+
+
 def _needle(rng: Random, first: int, scenes: dict[str, Scene]) -> list[dict[str, Any]]:
     from octavo.multimodal.scenes import COLOURS
     from octavo.multimodal.scenes_questions import ask
@@ -131,7 +142,7 @@ def _haystack(
     context = " ".join(f"image {place} : {PLACEHOLDER}" for place in range(1, len(shown) + 1))
     spoken = len(f"{context} {question}".replace(PLACEHOLDER, "").split())
     seen = IMAGE_TOKENS * len(shown)
-    needles = [names[int(answer) - 1]] if isinstance(answer, str) and answer.isdigit() else names
+    needles = names if depth is None or isinstance(answer, list) else [names[int(answer) - 1]]
     meta = {"placed_depth": depth, "context_length": spoken + seen, "context_length_text": spoken,
             "context_length_image": seen, "num_images": len(shown), "needles": needles, "choices": None,
             "choices_image_path": None, "task": task}  # fmt: skip
@@ -221,6 +232,7 @@ def _captions(rng: Random, first: int, scenes: dict[str, Scene]) -> list[dict[st
 
 
 BENCHMARKS: dict[str, tuple[str, Callable[[Random, int, dict[str, Scene]], list[dict[str, Any]]]]] = {
+    "scenes": ("mm_niah", _scenes),
     "needle": ("mm_niah", _needle),
     "multihop": ("mm_niah", _multihop),
     "pairs": ("nlvr2", _pairs),

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from octavo.scripts.image_rows import consistent, divergence, rows
+from octavo.scripts.image_rows import ALL, consistent, divergence, rows
 from octavo.scripts.refusal import ConfigError
 from octavo.scripts.schema import ImageBenchmarks
+from octavo.scripts.schema_groups import EngineSettings
 from octavo.scripts.tasks.image_benchmarks import make, write
 
 from .conftest import Command, samples
@@ -71,8 +72,8 @@ class TestCommand:
         assert outcome.code == 0, outcome.err
         found = outcome.metrics["rows"]
         assert {row["task"] for row in found} == {
-            "needle_digit of 2", "needle_object of 2", "multihop of 2", "multihop of 4", "pairs", "unanswerable colour",
-            "captions",
+            "colour", "shape", "needle_digit of 2", "needle_object of 2", "multihop of 2", "multihop of 4", "pairs",
+            "unanswerable colour", "captions", "all",
         }  # fmt: skip
         for row in found:
             assert (row["hit_percent"] > 50) == (row["method"] != "uncached")
@@ -81,8 +82,23 @@ class TestCommand:
                 assert not any(row[key] for key in row if key.endswith("_vs_uncached"))
         assert {"consistency"} <= next(row for row in found if row["task"] == "pairs").keys()
         taken = samples(outcome.folder)
-        assert len(taken) == 3 * (2 + 2 + 4 + 2 + 2)
+        assert len(taken) == 3 * (2 + 2 + 2 + 4 + 2 + 2)
         assert "Page map: prefix, all items, one after another" in (outcome.folder / "report.html").read_text()
+
+    def test_ways_of_reuse(self, octavo: Command, tiny_demo: Path) -> None:
+        """Images are found behind another text, with the context that is asked for; what is exact stays exact."""
+        modes = ("~features.prefix", "modes=[encoder_only,zero_copy,shift]", "contexts=[0,1]", "benchmarks=[captions]")
+        outcome = octavo(*self.ARGUMENTS, f"model.path={tiny_demo}", *modes)
+        assert outcome.code == 0, outcome.err
+        found = {row["method"]: row for row in outcome.metrics["rows"]}
+        made = [f"{mode}, context {tokens}" for mode in ("zero_copy", "shift") for tokens in (0, 1)]
+        assert [*found] == ["uncached", "encoder_only", *made]
+        assert found["encoder_only"]["kl_nats_max"] < 1e-6 and found["encoder_only"]["hit_percent"] < 10
+        for tokens in (0, 1):
+            lent, copied = (found[f"{mode}, context {tokens}"] for mode in ("zero_copy", "shift"))
+            assert lent["hit_percent"] > 50 and lent["kl_nats_max"] > 1e-6
+            assert lent["kl_nats_max"] == pytest.approx(copied["kl_nats_max"], abs=1e-6)
+        assert "Page map: encoder_only, all items" in (outcome.folder / "report.html").read_text()
 
     def test_public_records_from_files(self, octavo: Command, tiny_demo: Path, tmp_path: Path) -> None:
         file = write(make("pairs", 5, 4), tmp_path)
@@ -113,11 +129,36 @@ class TestCommand:
             ("+features.x={page_token: 8}", "did you mean 'page_tokens'?"),
             ("features={prefix: 3}", "features.prefix=3: give settings of the engine"),
             ("items=0", "items=0: must be at least 1"),
+            ("~features.prefix", "features=[] modes=[]: give at least one"),
+            ("modes=[zero_cpy]", "zero_copy"),
+            ("contexts=[-1]", "contexts=-1"),
         ],
     )
     def test_refused(self, override: str, message: str, octavo: Command) -> None:
         outcome = octavo("experiment=image_benchmarks", override)
         assert outcome.code == 1 and message in outcome.err and "Traceback" not in outcome.err, outcome.err
+
+
+def test_reuse_without_a_prefix_cache() -> None:
+    with pytest.raises(ConfigError, match=r"engine\.prefix_cache=false: images are reused"):
+        ImageBenchmarks("image_benchmarks", modes=["zero_copy"], engine=EngineSettings(prefix_cache=False))
+
+
+def test_all_tasks_together() -> None:
+    """Only those that have an accuracy; of one task alone there is no such row."""
+    taken = [
+        {**sample(f"{task}{n}", method, 100.0 * (method == "uncached" or n > 0)), "task": task}
+        for task in ("t", "u")
+        for method in ("uncached", "prefix")
+        for n in range(4)
+    ]
+    captions = [{**s, "task": "c", "rouge_l": 50.0} for s in taken[:8]]
+    for caption in captions:
+        del caption["accuracy"]
+    found = {(row["task"], row["method"]): row for row in rows([*taken, *captions], seed=0)}
+    assert [*found][-2:] == [(ALL, "uncached"), (ALL, "prefix")] and ALL not in {r["task"] for r in rows(taken[:8], 0)}
+    both = found[ALL, "prefix"]
+    assert (both["items"], both["accuracy"], both["accuracy_vs_uncached"]) == (8, 75, -25)
 
 
 def test_an_unknown_format() -> None:
