@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from octavo.core import BatchError, Engine, EngineConfig, SamplingParams
 
-from .pictures import A, B, C, FakeEncoder, Picture, ids, text
+from ..pictures import A, B, C, FakeEncoder, Picture, ids, text
 
 
 class Beside(FakeEncoder):

@@ -14,7 +14,7 @@ from octavo.core.serving import generation
 from octavo.core.serving.detokenizer import Detokenizer
 from octavo.core.serving.prompts import PromptReader
 
-from .pictures import FakeEncoder, Picture
+from ..pictures import FakeEncoder, Picture
 
 LETTERS = [chr(97 + i) for i in range(26)]
 

@@ -9,7 +9,7 @@ from octavo.core import BatchError, CapacityError, Engine, EngineConfig, Samplin
 from octavo.core.memory import prefix_cache
 from octavo.core.serving.prompts import TokenSegment
 
-from .pictures import VOCAB, A, B, C, FakeEncoder, Picture, ids, text
+from ..pictures import VOCAB, A, B, C, FakeEncoder, Picture, ids, preempt, text
 
 LONG = [text(5), A, text(3, 1), A, B]
 PROMPTS = [LONG, [A, text(4, 2)], [text(17, 3), C], [C, C], [text(11, 4)]]
@@ -105,13 +105,6 @@ def answers(engine, drain, prompts, **more):
     names = [engine.submit(prompt, params(**more)) for prompt in prompts]
     drained = drain(engine)
     return [drained.tokens_of(name) for name in names]
-
-
-def preempt(engine, sequence):
-    """As the scheduler does while it plans: the engine lets go of embeddings when the step ends."""
-    engine._scheduler.preempt(sequence)
-    engine._items.keep()
-    engine.check()
 
 
 @both_ways

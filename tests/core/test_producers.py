@@ -13,7 +13,7 @@ from octavo.sparse.lossless import Lossless
 from octavo.sparse.method import Method
 from octavo.sparse.scorers import Random
 
-from .pictures import A, FakeEncoder, Picture, ids, text
+from ..pictures import A, FakeEncoder, Picture, ids, text
 
 GREEDY = {"ignore_eos": True}
 RANDOM = Method("random", Random(), Uniform(8))

@@ -1,19 +1,11 @@
-"""Images whose KV serves requests that hold them elsewhere, on real engines, against plain transformers with a mask.
-
-A ``Picture`` is a seed from which the fake encoder draws embeddings, and how many tokens it has.
-"""
-
-import random
-from dataclasses import dataclass
-from hashlib import blake2b
+"""Images whose KV serves requests that hold them elsewhere, on real engines, against plain transformers with a mask."""
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.core import BatchError, CapacityError, Engine, EngineConfig, SamplingParams
-from octavo.core.hf_model import HFModel
+from octavo.core import BatchError, CapacityError
 from octavo.core.serving.prompts import TokenSegment
 from octavo.multimodal import EncodeWorker
 from octavo.multimodal.reuse import BlendReuse, EncoderOnlyReuse, PrefixReuse, RepairReuse, ZeroCopyReuse
@@ -22,170 +14,8 @@ from octavo.sparse.lossless import Lossless
 from octavo.sparse.method import Method
 from octavo.sparse.scorers import Random
 
-VOCAB = 128
-
-
-@dataclass(frozen=True)
-class Picture:
-    seed: int
-    tokens: int = 9
-
-
-class FakeEncoder:
-    """Embeddings of width 64, as large as those of words; notes every call."""
-
-    def __init__(self, bidirectional=False):
-        self.bidirectional = bidirectional
-        self.calls = []
-
-    def identity(self, item):
-        return blake2b(repr(item).encode(), digest_size=32).digest()
-
-    def n_tokens(self, item):
-        return item.tokens
-
-    def encode(self, items):
-        self.calls.append(list(items))
-        if any(item.seed == 666 for item in items):
-            raise ValueError("no such picture")
-        return torch.stack([self.rows(item) for item in items])
-
-    def rows(self, item):
-        generator = torch.Generator().manual_seed(item.seed)
-        return torch.randn(item.tokens, 64, generator=generator) / 2
-
-
-def ids(n, seed=0):
-    return random.Random(seed).choices(range(3, VOCAB), k=n)
-
-
-def text(n, seed=0):
-    return TokenSegment("text", ids(n, seed))
-
-
-A, B = Picture(1), Picture(2, 13)
-LONG = [text(5), A, text(3, 1), A, B, text(4, 2)]
-PROMPTS = [LONG, [A, text(4, 2)], [text(17, 3), B, text(1)], [text(2), A, B, A, text(2, 5)], [text(11, 4)]]
-COPY = RepairReuse(tokens=0)
-MODES = [ZeroCopyReuse(), COPY, RepairReuse(tokens=4), RepairReuse(tokens=0, pages=1), RepairReuse(tokens=0, share=0.5)]
-
-
-def name(mode):
-    return f"{mode.name}-{mode.head(9, 6)}"
-
-
-FEW = (MODES[0], MODES[2])
-modes = pytest.mark.parametrize(
-    "mode", [pytest.param(mode, marks=() if mode in FEW else pytest.mark.slow) for mode in MODES], ids=name
-)
-
-
-def head_of(mode, picture):
-    return picture.tokens if mode is None or mode.exact else mode.head(picture.tokens, 6)
-
-
-@torch.no_grad()
-def logits_of(model, prompt, mode, more=()):
-    """[T, V] of plain transformers, and the rows that are text.
-
-    An image that is reused stands there with its head twice: as it is when it is computed alone, which only the rest
-    of the image sees, and as it is in its place, which everybody else sees.
-    """
-    embed, encoder = model.get_input_embeddings(), FakeEncoder()
-    rows, facts, at = [], [], 0  # of each row: position, image (0: text), "place", "alone" or "rest"
-    for number, part in enumerate([*prompt, TokenSegment("text", list(more))]):
-        if isinstance(part, TokenSegment):
-            rows.append(embed(torch.tensor(part.token_ids).long()))
-            facts += [(at + i, 0, "place") for i in range(len(part.token_ids))]
-            at += len(part.token_ids)
-            continue
-        head, image = head_of(mode, part), encoder.rows(part)
-        if head < part.tokens:
-            rows.append(image[:head])
-            facts += [(at + i, number + 1, "alone") for i in range(head)]
-        rows.append(image)
-        facts += [(at + i, number + 1, "place" if i < head else "rest") for i in range(part.tokens)]
-        at += part.tokens
-    seen = torch.tensor(
-        [
-            [
-                there[0] <= here[0]
-                and (there[2] != "alone" if here[2] == "place" else there[1] == here[1] and there[2] != "place")
-                for there in facts
-            ]
-            for here in facts
-        ]
-    )
-    mask = torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)[None, None]
-    positions = torch.tensor([[fact[0] for fact in facts]])
-    logits = model(
-        inputs_embeds=torch.cat(rows)[None], attention_mask=mask, position_ids=positions, use_cache=False
-    ).logits[0]
-    return logits, [fact[0] for fact in facts if fact[1] == 0], [i for i, fact in enumerate(facts) if fact[1] == 0]
-
-
-@pytest.fixture(scope="module")
-def expected(t_model):
-    """``expected(prompt, mode, n)``: the n tokens that plain transformers answers, greedily."""
-    known = {}
-
-    def answer(prompt, mode, n=5):
-        key = repr(prompt), [head_of(mode, part) for part in prompt if isinstance(part, Picture)].__repr__(), n
-        if key not in known:
-            new = []
-            for _ in range(n):
-                new.append(int(logits_of(t_model, prompt, mode, new)[0][-1].argmax()))
-            known[key] = new
-        return known[key]
-
-    return answer
-
-
-@pytest.fixture(scope="module")
-def served(poison_pool):
-    """``served(model, mode, encoder, **fields)``: an engine on pages of 4 for text and 6 for images."""
-
-    def build(model, mode=None, encoder=None, **fields):
-        fields = {"page_policies": {"text": 4, "image": 6}, "pool_tokens": 400, "max_seqs": 8, **fields}
-        engine = Engine(
-            model,
-            None,
-            EngineConfig(**{"backend": "reference", **fields}),
-            encoders={"image": encoder or FakeEncoder()},
-            reuse=mode,
-        )
-        poison_pool(engine)
-        return engine
-
-    return build
-
-
-@pytest.fixture(scope="module")
-def assert_nothing_held():
-    def check(engine):
-        engine.check()
-        stats, scheduler = engine.stats(), engine._scheduler
-        assert not engine.has_work() and stats.units_held == 0 and not engine._pool.refs.any()
-        assert not (scheduler.waiting or scheduler.running or scheduler.parked or engine._items._held)
-        assert not engine._runner.copies.pending
-
-    return check
-
-
-def params(tokens=5, **more):
-    return SamplingParams(max_tokens=tokens, ignore_eos=True, **more)
-
-
-def answers(engine, drain, prompts, reuse=None, **more):
-    names = [engine.submit(prompt, params(**more), reuse=reuse) for prompt in prompts]
-    drained = drain(engine)
-    return [drained.tokens_of(name) for name in names]
-
-
-def preempt(engine, sequence):
-    engine._scheduler.preempt(sequence)
-    engine._items.keep()
-    engine.check()
+from ..pictures import BROKEN, A, B, FakeEncoder, Picture, ids, preempt, text
+from .reuse_cases import COPY, LONG, MODES, PROMPTS, answers, logits_of, modes, params
 
 
 @modes
@@ -427,148 +257,6 @@ class TestRepair:
         assert [pairs[:, 2].tolist() for pairs in copied] == [[2] * 6]  # 2 of 3 pages, 3 units each
 
 
-class Blended:
-    """Plain causal attention that keeps K and V of every layer, or takes those of tokens ``copied`` from another pass
-    in layers behind ``layer``."""
-
-    def __init__(self, layer=99, copied=(), other=None):
-        self.layer, self.copied, self.other, self.kv = layer, list(copied), other, []
-
-    def attend(self, layer, q, k, v, traits):
-        self.kv.append((k.clone(), v.clone()))
-        if layer > self.layer:
-            k, v = k.clone(), v.clone()
-            k[self.copied], v[self.copied] = (x[self.copied] for x in self.other[layer])
-        group = q.shape[1] // k.shape[1]
-        q, k, v = (x.transpose(0, 1) for x in (q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)))
-        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=traits.scale)
-        return out.transpose(0, 1)
-
-
-def blended(model, prompt, reuse, n):
-    """The n tokens of the model when it computes everything, and all but the tokens that deviate most are taken, behind
-    the layer that is compared, from passes over their image alone."""
-    parts, new = list(prompt), []
-    hf, encoder = HFModel(model), FakeEncoder()
-    for _ in range(n):
-        ids_, at, rows, images = [], [], [], []
-        for part in [*parts, TokenSegment("text", new)]:
-            if isinstance(part, Picture):
-                images.append(range(len(ids_), len(ids_) + part.tokens))
-                at, rows = [*at, *images[-1]], [*rows, encoder.rows(part)]
-            ids_ += [0] * part.tokens if isinstance(part, Picture) else part.token_ids
-        ids_, positions = torch.tensor(ids_), torch.arange(len(ids_))
-        embedded = torch.tensor(at), torch.cat(rows)
-        exact = Blended()
-        hf.forward(ids_, positions, None, exact, embedded)
-        alone = [(k.clone(), v.clone()) for k, v in exact.kv]
-        copied = []
-        for image, own in zip(images, rows, strict=True):
-            source, where = Blended(), torch.tensor(list(image))
-            hf.forward(ids_[where], where, None, source, (torch.arange(len(where)), own))
-            for (k, v), (own_k, own_v) in zip(alone, source.kv, strict=True):
-                k[where], v[where] = own_k, own_v
-            (k, v), (own_k, own_v) = exact.kv[reuse.layer], source.kv[reuse.layer]
-            distance = ((k[where] - own_k) ** 2 + (v[where] - own_v) ** 2).sum((1, 2))
-            kept = sorted(range(len(where)), key=lambda i: distance[i])[
-                : len(where) - -(-int(reuse.share * 100) * len(where) // 100)
-            ]
-            copied += [image[i] for i in kept]
-        logits = hf.forward(ids_, positions, None, Blended(reuse.layer, copied, alone), embedded)
-        new.append(int(logits[-1].argmax()))
-    return new
-
-
-BLEND = BlendReuse(share=0.3, layer=1)
-
-
-@pytest.fixture(scope="module")
-def deeper(make_llama):
-    """4 layers, of which two are left behind the one that is compared."""
-    return make_llama(num_hidden_layers=4)
-
-
-@pytest.fixture(scope="module")
-def wanted(deeper):
-    return [blended(deeper, prompt, BLEND, 4) for prompt in PROMPTS[:4]]
-
-
-class TestBlend:
-    @pytest.mark.parametrize("step_tokens", [1, 5, 12, 8192])
-    def test_what_deviates_most_is_computed(self, step_tokens, deeper, wanted, served, drain, assert_nothing_held):
-        """Of images found and new, on chunks of any size; one after another and in one batch."""
-        engine = served(deeper, BLEND, step_tokens=step_tokens)
-        for _ in range(2):
-            assert [answers(engine, drain, [prompt], tokens=4)[0] for prompt in PROMPTS[:4]] == wanted
-        assert answers(served(deeper, BLEND, step_tokens=step_tokens), drain, PROMPTS[:4], tokens=4) == wanted
-        assert_nothing_held(engine)
-
-    def test_preempted_at_every_step(self, deeper, wanted, served, drain, assert_nothing_held):
-        step = steps = 0
-        while step <= steps:
-            engine = served(deeper, BLEND, step_tokens=7)
-            request = engine.submit(PROMPTS[3], params(4))
-
-            def interfere(drained, engine=engine, step=step):
-                for sequence in list(engine._scheduler.running) if drained.steps == step else []:
-                    preempt(engine, sequence)
-                    engine._pool.release(engine._pool.allocate(engine._pool.available))
-
-            drained = drain(engine, interfere)
-            assert drained.tokens_of(request) == wanted[3], step
-            assert_nothing_held(engine)
-            steps = drained.steps if step == 0 else steps
-            step += 1
-
-    def test_samples_and_sessions(self, deeper, wanted, served, drain, assert_nothing_held):
-        engine = served(deeper, BLEND)
-        request = engine.submit(PROMPTS[0], params(4, n=3, temperature=0.0))
-        assert drain(engine).tokens_of(request) == [wanted[0]] * 3
-        session = engine.session(PROMPTS[0][:3])
-        session.append(PROMPTS[0][3:])
-        assert session.generate(params(4)).samples[0].token_ids == wanted[0]
-        session.append([A, text(2)])
-        session.generate(params(2))
-        engine.check()
-        session.close()
-        assert_nothing_held(engine)
-
-    def test_what_is_found_is_counted_without_it(self, deeper, served, assert_nothing_held):
-        engine = served(deeper, BLEND)
-        for words in (1, 2):
-            done = engine.generate([[text(5, words), A, text(3)]], params(1))[0]
-            assert done.cached_tokens == 9 - 3  # 30 % of 9, rounded up
-        assert engine.stats().hit_tokens == 2 * 6
-        assert_nothing_held(engine)
-
-    def test_an_image_that_cannot_be_encoded(self, deeper, served, assert_nothing_held):
-        """At first, or when its tokens are compared."""
-        encoder = FakeEncoder()
-        engine = served(deeper, BLEND, encoder)
-        with pytest.raises(BatchError, match="no such picture"):
-            engine.generate([[text(3), Picture(666), text(2)]], params(1))
-        engine.generate([[text(3), A, text(2)]], params(1))
-        encode = encoder.encode
-        encoder.encode = lambda items: encode([Picture(666)])
-        with pytest.raises(BatchError, match="no such picture"):
-            engine.generate([[text(4, 2), A, text(2)]], params(1))
-        engine.check()
-        engine.generate([[text(3)]], params(1))  # copies that nobody needs any more are made all the same
-        assert_nothing_held(engine)
-
-    def test_refusals(self, deeper, t_model, served):
-        with pytest.raises(ValueError, match="compares KV in layer 1; of the 2 layers of LlamaForCausalLM"):
-            served(t_model, BLEND)
-        with pytest.raises(ValueError, match="layer 0"):
-            served(deeper, BlendReuse(layer=0))
-        with pytest.raises(ValueError, match="see one another"):
-            served(deeper, BLEND, FakeEncoder(True)).submit([A, text(2)])
-        for share in (0, 1.1, True):
-            with pytest.raises(ValueError, match="share must be in"):
-                BlendReuse(share=share)
-        assert BlendReuse(share=1).head(9, 6) == 9
-
-
 def served_exactly(t_model, served):
     engine = served(t_model)
     return [engine.generate([LONG], params(1))[0].cached_tokens for _ in range(2)][1]
@@ -672,9 +360,9 @@ class TestRequests:
     @modes
     def test_an_image_that_cannot_be_encoded(self, mode, t_model, served, expected, assert_nothing_held):
         engine = served(t_model, mode)
-        bad, good = [text(3), Picture(666), text(2)], [text(5), A, text(2)]
+        bad, good = [text(3), BROKEN, text(2)], [text(5), A, text(2)]
         with pytest.raises(BatchError, match="no such picture") as caught:
-            engine.generate([bad, good, [text(1), Picture(666), text(1)]], params())
+            engine.generate([bad, good, [text(1), BROKEN, text(1)]], params())
         assert [done and done.samples[0].token_ids for done in caught.value.completions] == [
             None, expected(good, mode), None,
         ]  # fmt: skip

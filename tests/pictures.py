@@ -1,5 +1,5 @@
 """Images that tests need no pixels for: a ``Picture`` is a seed from which the fake encoder draws its embeddings, and
-how many tokens it has."""
+how many tokens it has; and what tests do to requests that hold them."""
 
 import random
 from dataclasses import dataclass
@@ -18,8 +18,11 @@ class Picture:
     tokens: int = 9
 
 
+BROKEN = Picture(666)
+
+
 class FakeEncoder:
-    """Embeddings of width 64, as large as those of words; notes every call."""
+    """Embeddings of width 64, as large as those of words, of every picture but ``BROKEN``; notes every call."""
 
     def __init__(self, bidirectional=False, width=64):
         self.bidirectional = bidirectional
@@ -34,6 +37,8 @@ class FakeEncoder:
 
     def encode(self, items):
         self.calls.append(list(items))
+        if BROKEN in items:
+            raise ValueError("no such picture")
         return torch.stack([self.rows(item) for item in items])
 
     def rows(self, item):
@@ -50,3 +55,10 @@ def text(n, seed=0):
 
 
 A, B, C = Picture(1), Picture(2, 13), Picture(3, 4)
+
+
+def preempt(engine, sequence):
+    """As the scheduler does while it plans: the engine lets go of embeddings when the step ends."""
+    engine._scheduler.preempt(sequence)
+    engine._items.keep()
+    engine.check()
