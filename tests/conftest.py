@@ -22,6 +22,17 @@ settings.register_profile(
 settings.load_profile("octavo")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _one_config_store():
+    """Hydra copies every type that is registered whenever it composes, which takes longer than composing; what it
+    reads from its store, it copies anyway."""
+    from hydra.core.config_store import ConfigStore
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ConfigStore, "__deepcopy__", lambda self, memo: self, raising=False)
+        yield
+
+
 def llama(vocab=128, seed=0, initializer_range=0.5, **overrides):
     """Random weights, large enough that the logits of neighbouring tokens are far apart."""
     from transformers import LlamaConfig, LlamaForCausalLM

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import gzip
 import json
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,26 @@ from typing import Any
 import pytest
 
 CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _compose_once() -> Iterator[None]:
+    """A method of ours is composed once, not twice by every run; with folders of a user's in the search path, anew."""
+    from octavo.scripts import build
+
+    known: dict[tuple[str, str], Any] = {}
+    compose = build._compose
+
+    def composed(name: str, group: str = "sparse") -> Any:
+        if name.endswith((".yaml", ".yml")) or "/" in name or "file://" in build._search_path():
+            return compose(name, group)
+        if (name, group) not in known:
+            known[name, group] = compose(name, group)
+        return copy.deepcopy(known[name, group])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "_compose", composed)
+        yield
 
 
 @pytest.fixture(scope="session")
