@@ -243,10 +243,19 @@ class TestBudget:
             EngineConfig(encode_tokens=value)
 
 
+WITH_WINDOWS = [(0, "evict"), (1, "preempt"), (3, "abort")]
+"""What layers with windows have to do with who waits for an image is little: one of each."""
+INTERFERENCE = [
+    pytest.param(model, lag, what, marks=() if model == "t_model" or (lag, what) in WITH_WINDOWS else pytest.mark.slow)
+    for model in ("t_model", "g_model")
+    for lag in (0, 1, 3)
+    for what in ("preempt", "abort", "evict")
+]
+
+
 class TestInterference:
     @both_ways
-    @pytest.mark.parametrize("what", ["preempt", "abort", "evict"])
-    @pytest.mark.parametrize("lag", [0, 1, 3])
+    @pytest.mark.parametrize(("model", "lag", "what"), INTERFERENCE, indirect=["model"])
     def test_at_every_step(
         self, lag, what, bidirectional, model, served, wanted, drain, give_everything_up, assert_nothing_held
     ):
