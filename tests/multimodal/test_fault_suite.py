@@ -1,5 +1,9 @@
 """The fault suite: preempt, chunk, hit and evict at every token of every image, and the answer is that of the
-uninterrupted run. Through a real encoder of images, in the engine's thread and beside it."""
+uninterrupted run. Through a real encoder of images, in the engine's thread and beside it.
+
+Requests that are stopped at different tokens run in one batch, each with a salt of its own, so that none finds the
+pages of another.
+"""
 
 import numpy as np
 import pytest
@@ -7,6 +11,7 @@ import pytest
 from octavo.core import Engine, EngineConfig, SamplingParams, TokenSegment
 from octavo.multimodal import EncodeWorker
 
+from ..pictures import preempt
 from .patch_tower import patch_encoder
 
 HIDDEN = 64
@@ -90,7 +95,7 @@ def prompt(request):
 @pytest.fixture(scope="module")
 def build(poison_pool):
     def build(model, encoder, **fields):
-        fields = {"page_policies": {"text": 4, "image": 6}, "pool_tokens": 200, "max_seqs": 4, **fields}
+        fields = {"page_policies": {"text": 4, "image": 6}, "pool_tokens": 2400, "max_seqs": 32, **fields}
         engine = Engine(model, None, EngineConfig(**{"backend": "reference", **fields}), encoders={"image": encoder})
         poison_pool(engine)
         return engine
@@ -113,103 +118,138 @@ def wanted(uninterrupted, build, model, encoders, both_ways, prompt):
     return uninterrupted[key]
 
 
-def ended(engine, name):
-    """The answer, with every invariant checked after every step."""
-    tokens = []
+def ended(engine, names):
+    """The answer of each, with every invariant checked after every step."""
+    tokens = {name: [] for name in names}
     while engine.has_work():
         for out in engine.step():
-            if out.request_id == name:
-                tokens += out.new_token_ids
-                assert out.finish_reason in (None, "length")
+            tokens[out.request_id] += out.new_token_ids
+            assert out.finish_reason in (None, "length")
         engine.check()
     assert engine.stats().units_held == 0 and not engine._items._held
-    return tokens
+    return [tokens[name] for name in names]
 
 
-def compute_to(engine, stop):
-    """Step until ``stop`` tokens of the one request are computed, and no further; says how many are."""
-    (sequence,) = [*engine._scheduler.waiting, *engine._scheduler.running]
-    limit, sequence.chunk_limit = sequence.chunk_limit, lambda: min(limit(), stop - sequence.computed)
-    before = -1
-    while sequence.computed != before:  # an image that sees itself whole is computed in one step, or not at all
-        before = sequence.computed
-        if sequence.layout.unsplit(stop) <= before:
-            break
+def submitted(engine, prompt, stops):
+    """A request for each of ``stops``, and its sequence."""
+    names = [engine.submit(prompt, params(), salt=str(stop)) for stop in stops]
+    waiting = {sequence.request.request_id: sequence for sequence in engine._scheduler.waiting}
+    return names, [waiting[name] for name in names]
+
+
+def compute_to(engine, sequences, stops):
+    """Step until of each sequence so many tokens are computed, and no further."""
+    for sequence, stop in zip(sequences, stops, strict=True):
+        limit = sequence.chunk_limit
+        sequence.chunk_limit = lambda s=sequence, limit=limit, stop=stop: min(limit(), stop - s.computed)
+    before = None
+    while before != (before := [sequence.computed for sequence in sequences]):
+        if all(s.layout.unsplit(stop) <= s.computed for s, stop in zip(sequences, stops, strict=True)):
+            break  # an image that sees itself whole is computed in one step, or not at all
         engine.step()
         engine.check()
-    del sequence.chunk_limit
-    return sequence
+    for sequence, stop in zip(sequences, stops, strict=True):
+        assert sequence.computed == sequence.layout.unsplit(stop)
+        del sequence.chunk_limit
+
+
+def give_up(engine):
+    """Everything idle leaves the cache."""
+    engine._pool.release(engine._pool.allocate(engine._pool.available))
+    engine.check()
+    assert len(engine._pool.index) == 0
 
 
 @pytest.mark.parametrize("cache", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["cache", "no_cache"])
 def test_preempted(cache, model, encoder, prompt, wanted, build):
-    engine = build(model, encoder, prefix_cache=cache)
-    for stop in image_tokens(prompt):
-        name = engine.submit(prompt, params(), salt=str(stop))
-        sequence = compute_to(engine, stop)
-        if sequence.computed:
-            engine._scheduler.preempt(sequence)
-            engine._items.keep()
-            engine.check()
-        assert ended(engine, name) == wanted, stop
-    assert engine.stats().preemptions >= len(image_tokens(prompt)) / 2 - 1
+    engine, stops = build(model, encoder, prefix_cache=cache), image_tokens(prompt)
+    names, sequences = submitted(engine, prompt, stops)
+    compute_to(engine, sequences, stops)
+    begun = [sequence for sequence in sequences if sequence.computed]
+    for sequence in begun:
+        preempt(engine, sequence)
+    assert ended(engine, names) == [wanted] * len(stops)
+    assert engine.stats().preemptions == len(begun) >= len(stops) / 2 - 1
 
 
 def test_chunked(model, encoder, prompt, wanted, build):
-    """Steps that end at a token, and steps of every size."""
-    engine = build(model, encoder)
-    for stop in image_tokens(prompt):
-        name = engine.submit(prompt, params(), salt=str(stop))
-        compute_to(engine, stop)
-        assert ended(engine, name) == wanted, stop
-    for size in range(IMAGE if encoder.bidirectional else 1, length(prompt) + 1):
+    """Chunks that end at a token, chunks of every size, and steps that have no room for more."""
+    engine, stops = build(model, encoder), image_tokens(prompt)
+    names, sequences = submitted(engine, prompt, stops)
+    compute_to(engine, sequences, stops)
+    assert ended(engine, names) == [wanted] * len(stops)
+
+    least = IMAGE if encoder.bidirectional else 1
+    sizes = range(least, length(prompt) + 1)
+    names, sequences = submitted(engine, prompt, [f"chunks of {size}" for size in sizes])
+    for sequence, size in zip(sequences, sizes, strict=True):
+        limit = sequence.chunk_limit
+        sequence.chunk_limit = lambda limit=limit, size=size: min(limit(), size)
+    assert ended(engine, names) == [wanted] * len(sizes)
+
+    for size in (least, IMAGE + 1, 2 * IMAGE):
         engine = build(model, encoder, step_tokens=size)
-        assert ended(engine, engine.submit(prompt, params())) == wanted, size
+        assert ended(engine, [engine.submit(prompt, params())]) == [wanted], size
 
 
-def test_hit(model, encoder, prompt, wanted, build, monkeypatch):
+def test_hit(model, encoder, prompt, wanted, build):
     """Pages of one token, so that a hit may end behind any; what lies behind it is computed. Another request computed
     it, and another than the one that is compared."""
-    engine = build(model, encoder, page_policies={"text": 1, "image": 1})
-    for stop in image_tokens(prompt):
-        engine.finish([engine.submit(prompt, params(), salt=str(stop))])
-        name = engine.submit(prompt, params(), salt=str(stop))
-        (sequence,) = engine._scheduler.waiting
-        monkeypatch.setattr(sequence, "reusable_tokens", lambda stop=stop: stop)
-        engine.step()
-        found = sequence.layout.unsplit(stop)
-        assert sequence.request.cached_tokens == found, stop
-        assert engine.stats().hit_tokens >= found
-        if engine.has_work():
-            monkeypatch.undo()
-        tokens = sequence.tokens[length(prompt) :]
-        assert [*tokens, *ended(engine, name)] == wanted, stop
+    engine, stops = build(model, encoder, page_policies={"text": 1, "image": 1}), image_tokens(prompt)
+    engine.finish(submitted(engine, prompt, stops)[0])
+    names, sequences = submitted(engine, prompt, stops)
+    with pytest.MonkeyPatch.context() as patch:
+        for sequence, stop in zip(sequences, stops, strict=True):
+            patch.setattr(sequence, "reusable_tokens", lambda stop=stop: stop)
+        outputs = []
+        while any(sequence in engine._scheduler.waiting for sequence in sequences):
+            outputs += engine.step()
+            engine.check()
+    found = [sequence.layout.unsplit(stop) for sequence, stop in zip(sequences, stops, strict=True)]
+    assert [sequence.request.cached_tokens for sequence in sequences] == found
+    assert engine.stats().hit_tokens >= sum(found)
+    rest = ended(engine, names)
+    begun = [[token for out in outputs if out.request_id == name for token in out.new_token_ids] for name in names]
+    assert [[*tokens, *more] for tokens, more in zip(begun, rest, strict=True)] == [wanted] * len(stops)
 
 
 def test_evicted(model, encoder, prompt, wanted, build):
-    """While it waits after a preemption, the cache loses everything, or all but the pages in front of a token."""
-    for everything in (True, False):
-        engine = build(model, encoder)
-        for stop in image_tokens(prompt):
-            name = engine.submit(prompt, params(), salt=str(stop))
-            sequence = compute_to(engine, stop)
-            if sequence.computed:
-                engine._scheduler.preempt(sequence)
-            room = engine._pool.available if everything else engine._pool.free_units + 1
-            engine._pool.release(engine._pool.allocate(min(room, engine._pool.available)))
-            engine._items.keep()
+    """While they wait after a preemption, the cache loses everything."""
+    engine, stops = build(model, encoder), image_tokens(prompt)
+    names, sequences = submitted(engine, prompt, stops)
+    compute_to(engine, sequences, stops)
+    for sequence in sequences:
+        if sequence.computed:
+            preempt(engine, sequence)
+    give_up(engine)
+    assert ended(engine, names) == [wanted] * len(stops)
+
+
+def test_tail_evicted(model, encoder, prompt, wanted, build):
+    """While it waits after a preemption, the cache loses its last page."""
+    engine = build(model, encoder)
+    for stop in image_tokens(prompt):
+        give_up(engine)
+        names, sequences = submitted(engine, prompt, [stop])
+        compute_to(engine, sequences, [stop])
+        if sequences[0].computed:
+            preempt(engine, sequences[0])
+        cached = len(engine._pool.index)
+        if cached:
+            engine._pool.release(engine._pool.allocate(engine._pool.free_units + 1))
             engine.check()
-            assert ended(engine, name) == wanted, stop
+            assert len(engine._pool.index) == cached - 1
+        assert ended(engine, names) == [wanted], stop
 
 
 def test_aborted(model, encoder, prompt, wanted, build):
     """Whoever goes leaves nothing, and the next is served as if he had never been there."""
-    engine = build(model, encoder)
-    for stop in image_tokens(prompt):
-        first = engine.submit(prompt, params(), salt=str(stop))
-        compute_to(engine, stop)
-        engine.abort(first)
+    engine, stops = build(model, encoder), image_tokens(prompt)
+    first, sequences = submitted(engine, prompt, stops)
+    compute_to(engine, sequences, stops)
+    for name in first:
+        engine.abort(name)
         engine.check()
-        assert not engine._items._held and engine.stats().units_held == 0
-        name = engine.submit(prompt, params(), salt=str(stop))
-        assert ended(engine, name) == wanted, stop
+    assert not engine._items._held and engine.stats().units_held == 0
+    engine.step()  # says how they ended
+    assert ended(engine, submitted(engine, prompt, stops)[0]) == [wanted] * len(stops)
