@@ -14,11 +14,14 @@ Only what kvpress has really left in the cache counts: its keys are found again 
 
 from __future__ import annotations
 
+import atexit
 import importlib.metadata
 import json
 import math
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Sequence
 from typing import Any, TextIO
 
@@ -33,11 +36,9 @@ def main(requests: TextIO, answers: TextIO) -> None:
         answers.flush()
 
     import kvpress  # type: ignore[import-not-found,unused-ignore]
-    from transformers import AutoModelForCausalLM
 
     about = json.loads(requests.readline())
-    model = AutoModelForCausalLM.from_pretrained(about["model"], dtype=getattr(torch, about["dtype"]))
-    model = model.to(about["device"]).eval()
+    model = loaded(about["model"], getattr(torch, about["dtype"]), about["device"])
     answer({name: importlib.metadata.version(name) for name in ("kvpress", "torch", "transformers")})
     for line in requests:
         request = json.loads(line)
@@ -50,6 +51,21 @@ def main(requests: TextIO, answers: TextIO) -> None:
             answer({"kept": kept})
         except Exception as error:  # whatever a press raises: the next request may be served
             answer({"error": f"{type(error).__name__}: {error}"})
+
+
+def loaded(path: str, dtype: torch.dtype, device: str) -> Any:
+    """The model. Presses that read its tokenizer find one without a chat template, since prompts here are plain text,
+    and a press that knows of a template takes their beginning for a part of it."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device).eval()
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer.chat_template = None
+    folder = tempfile.mkdtemp(prefix="kvpress-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    tokenizer.save_pretrained(folder)
+    model.config.name_or_path = folder
+    return model
 
 
 def made(kvpress: Any, asked: dict[str, Any], length: int) -> Any:

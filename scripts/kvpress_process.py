@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -13,6 +14,8 @@ from typing import Any
 
 from octavo.scripts import kvpress_kept
 from octavo.scripts.refusal import ConfigError
+
+ENDING_S = 10.0  # that it has to end by itself
 
 WAY_OUT = (
     "kvpress pins an older transformers than octavo's, so it has an environment of its own: python -m venv KVPRESS && "
@@ -91,8 +94,15 @@ class Kvpress:
 
     def close(self) -> None:
         """End the process."""
-        self._process.kill()
-        self._process.communicate()
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()  # the end of its requests, upon which it tidies up
+        try:
+            self._process.wait(ENDING_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
 
     def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None and self._process.stdout is not None

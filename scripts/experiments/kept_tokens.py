@@ -146,7 +146,7 @@ def agreement(ours: Positions, theirs: Positions) -> Sample:
     return {
         "equal_percent": _mean([100.0 * (own == other) for own, other in pairs]),
         "jaccard_percent": _mean([100.0 * len(own & other) / len(own | other) for own, other in pairs]),
-        "within_percent": _mean([100.0 * len(own & other) / min(len(own), len(other)) for own, other in pairs]),
+        "within_percent": _mean([100.0 * len(own & other) / max(1, min(len(own), len(other))) for own, other in pairs]),
         "differing_tokens_max": max(max(len(own - other), len(other - own)) for own, other in pairs),
         "kept_tokens": _mean([len(own) for own, _ in pairs]),
         "kvpress_kept_tokens": _mean([len(other) for _, other in pairs]),

@@ -126,6 +126,10 @@ class FirstPress:
 
     @contextmanager
     def __call__(self, model: Any) -> Iterator[None]:
+        from transformers import AutoTokenizer
+
+        assert AutoTokenizer.from_pretrained(model.config.name_or_path).chat_template is None
+
         def drop(module: Any, inputs: Any, keywords: Any, output: Any) -> None:
             for number, layer in enumerate(keywords["past_key_values"].layers):
                 count = int(layer.keys.shape[2] * (1 - self.ratio))
