@@ -135,7 +135,7 @@ class Engine:
         self._prompts = PromptReader(tokenizer, self.spec.vocab_size, encoder, self.config.step_tokens)
         read = partial(self._prompts.read, continues=True)
         self._compaction = Compaction(
-            self._model, self._runner, self._pool, self._plan, self._scheduler, self._host, read
+            self._model, self._runner, self._pool, self._plan, self._scheduler, self._host, read, self._items
         )
         eos = getattr(tokenizer, "eos_token_id", None)
         self._eos = self._model.eos_token_ids | (set() if eos is None else {eos})
@@ -375,8 +375,13 @@ class Engine:
                 chunk.settle()
             self._publisher.publish(chunk.sequence for chunk in plan.chunks)
             paused = time.perf_counter()
-            self._compaction.run([chunk.sequence for chunk in plan.chunks])
+            failed = self._compaction.run([chunk.sequence for chunk in plan.chunks])
             began += time.perf_counter() - paused  # which says nothing of what computing these chunks costs
+            for request, reason in failed:
+                self._abort(request, reason)
+            if failed:
+                alive = [i for i, row in enumerate(rows) if row.chunk.sequence.finish_reason is None]
+                logits, rows = logits[alive], [rows[i] for i in alive]
             self._read_logits(logits, rows)
             self.costs.observe(((chunk.count, chunk.start) for chunk in plan.chunks), time.perf_counter() - began)
         except BaseException:
@@ -522,7 +527,7 @@ class Engine:
         self._runner.accounts.settle()  # of what is computed after its end it is not told
         sequence.finish_reason = reason
         sequence.kv_bytes_resident = int(self._pool.size[sequence.held].sum()) * self._runner.kv[0].nbytes
-        if request.keep is not None and sequence in self._scheduler.running and sequence.shelf is None:
+        if request.keep is not None and sequence in self._scheduler.running and not sequence.returns:
             self._scheduler.park(sequence)
         else:
             self._scheduler.remove(sequence)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -133,6 +133,14 @@ class PagePolicy(Protocol):
         ...
 
 
+class Encoded(NamedTuple):
+    """I items of N tokens each: their ``embeddings`` [I, N, D], and ``scores`` fp32 [I, N], what each token is worth by
+    the encoder's own account (the attention of its class token, say). Larger is worth more."""
+
+    embeddings: Tensor
+    scores: Tensor
+
+
 class SegmentEncoder(Protocol):
     """Turns what a prompt held (a PIL image, say) into embeddings of the language model's width, D.
 
@@ -142,6 +150,11 @@ class SegmentEncoder(Protocol):
 
     One that works beside the engine has ``submit(items) -> list[Future]``, embeddings [N, D] of each. It is called as
     soon as somebody may need an item, and comes back at once; only requests that hold the item wait for it.
+
+    One that knows what its tokens are worth says so with ``scores_tokens``, a bool, and has ``encode_scored(items) ->
+    Encoded``, which gives the embeddings of ``encode`` bit for bit; one with ``submit`` then takes ``submit(items,
+    scored=True)``, for an ``Encoded`` of [N, D] and [N] each. Engines ask once a method goes by it. Scores are a
+    function of what ``identity`` names, and shape no page that others may find, so they have no part in any key.
 
     ``bidirectional``: the item's positions see all of it, and not only what is in front of them.
     """

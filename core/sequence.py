@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.core.compression.kept_set import KeptSet, Point
-from octavo.core.compression.observation import Observation
+from octavo.core.compression.observation import Observation, observed_tokens
 from octavo.core.encoding.item import ItemSpan
 from octavo.core.encoding.pieces import pieces, reach, reused
 from octavo.core.encoding.sources import source_request
@@ -100,7 +100,7 @@ class Sequence:
         self.points: list[Point] = []
         if request.compressor is not None:
             at = len(request.prompt) - request.unseen_tokens
-            self.points = [Point(at, min(request.compressor.window, at))]
+            self.points = [Point(at, observed_tokens(request.compressor, request.layout, at))]
         self.kept: KeptSet | None = None
         self.compressed = 0
         self.observation: Observation | None = None
@@ -143,6 +143,13 @@ class Sequence:
     @property
     def away(self) -> int:
         return 0 if self.shelf is None else len(self.shelf.pages)
+
+    @property
+    def returns(self) -> bool:
+        """Whether nothing of it stays on the device when its turn ends: the next one finds its pages in the host
+        tier."""
+        compressor = self.request.compressor
+        return self.shelf is not None or (compressor is not None and compressor.demotes)
 
     @property
     def layout(self) -> PageLayout:

@@ -58,6 +58,11 @@ class AnyresEncoder(ImageEncoder):
         image = self.read(item)
         return self.tiles.n_tokens(image.height, image.width)
 
+    @property
+    def scores_tokens(self) -> bool:
+        """Of tiles, and of newlines between rows, the tower has no common account."""
+        return False
+
     @torch.no_grad()
     def encode(self, items: Sequence[Any]) -> Tensor:
         """Embeddings [I, N, D] of I items of N tokens each, in the projector's dtype and on its device."""

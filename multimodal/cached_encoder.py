@@ -36,6 +36,9 @@ class CachedEncoder:
     behind another text under ``EncoderOnlyReuse``, after its pages are evicted, or in another engine. One cache may
     serve several threads and engines.
 
+    Scores of tokens (``encode_scored``) are not kept here, and who asks for them has the image encoded: an engine keeps
+    them itself.
+
     Attributes:
         cache: the ``EncoderCache``, with its counts.
 
@@ -51,8 +54,10 @@ class CachedEncoder:
         self._lock = Lock()
         self.bidirectional = encoder.bidirectional
         self.identity, self.n_tokens, self.witness = encoder.identity, encoder.n_tokens, encoder.witness
-        if hasattr(encoder, "read"):  # which an encoder may lack, and then this has none
-            self.read = encoder.read
+        # What an encoder may lack, this lacks, too.
+        for name in ("read", "scores_tokens", "encode_scored"):
+            if hasattr(encoder, name):
+                setattr(self, name, getattr(encoder, name))
 
     def encode(self, items: Sequence[Any]) -> Tensor:
         """Embeddings [I, N, D] of I items of N tokens each.

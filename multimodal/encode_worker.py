@@ -13,13 +13,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from octavo.core.interfaces import SegmentEncoder
+from octavo.core.interfaces import Encoded, SegmentEncoder
 
 
 class _Job(NamedTuple):
     item: Any
     tokens: int
-    future: Future[Tensor]
+    future: Future[Any]
+    scored: bool
+
+    @property
+    def kind(self) -> tuple[int, bool]:
+        """What all of a batch have in common."""
+        return self.tokens, self.scored
 
 
 class EncodeWorker:
@@ -34,9 +40,9 @@ class EncodeWorker:
     meanwhile, and the images of waiting requests are encoded in batches (``EngineConfig.encode_tokens`` says how many
     ahead). On a GPU it works on a stream of its own from the second batch on.
 
-    A batch is as many of the waiting items, of one number of tokens, as fit into ``max_images`` and ``max_tokens``, and
-    at least one. Whether an item's embeddings depend on the batch is the encoder's word to give
-    (``ImageEncoder.batch_images``); the worker splits and never pads.
+    A batch is as many of the waiting items, of one number of tokens and all scored or none, as fit into
+    ``max_images`` and ``max_tokens``, and at least one. Whether an item's embeddings depend on the batch is the
+    encoder's word to give (``ImageEncoder.batch_images``); the worker splits and never pads.
 
     Use it in a ``with`` block, which waits for what was submitted, or drops what is still waiting if it is left by an
     exception.
@@ -62,21 +68,23 @@ class EncodeWorker:
         self._stream: torch.cuda.Stream | None = None
         self.bidirectional = encoder.bidirectional
         self.identity, self.n_tokens = encoder.identity, encoder.n_tokens
-        for name in ("read", "witness"):  # which an encoder may lack, and then this has none
+        # What an encoder may lack, this lacks, too.
+        for name in ("read", "witness", "scores_tokens", "encode_scored"):
             if hasattr(encoder, name):
                 setattr(self, name, getattr(encoder, name))
         self._lock = threading.Lock()  # keeps submit and close apart; the queue needs none
         self._closed = False
 
-    def submit(self, items: Sequence[Any]) -> list[Future[Tensor]]:
-        """A future an item: its embeddings [N, D] in memory of their own, complete on the device when the future is
-        done, or what the encoder raised for it. A future that is cancelled before its batch begins is not encoded.
+    def submit(self, items: Sequence[Any], *, scored: bool = False) -> list[Future[Any]]:
+        """A future an item: its embeddings [N, D], or, ``scored``, an ``Encoded`` of [N, D] and [N], in memory of their
+        own, complete on the device when the future is done, or what the encoder raised for it. A future that is
+        cancelled before its batch begins is not encoded.
 
         Raises:
             RuntimeError: the worker is closed.
             Whatever the encoder's ``n_tokens`` raises; then nothing is submitted.
         """
-        jobs = [_Job(item, self._encoder.n_tokens(item), Future()) for item in items]
+        jobs = [_Job(item, self._encoder.n_tokens(item), Future(), scored) for item in items]
         with self._lock:
             if self._closed:
                 raise RuntimeError("the encode worker is closed")
@@ -136,7 +144,7 @@ class EncodeWorker:
             tokens += self._waiting[0].tokens
             if batch and self._max_tokens is not None and tokens > self._max_tokens:
                 break
-            if batch and self._waiting[0].tokens != batch[0].tokens:
+            if batch and self._waiting[0].kind != batch[0].kind:
                 break
             job = self._waiting.popleft()
             if job.future.set_running_or_notify_cancel():
@@ -145,19 +153,26 @@ class EncodeWorker:
                 tokens -= job.tokens
         return batch
 
-    def _encode(self, batch: list[_Job]) -> list[Tensor]:
+    def _encode(self, batch: list[_Job]) -> list[Any]:
         self.batches += 1
         stream: AbstractContextManager[Any] = nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
         with torch.no_grad(), stream:  # both are this thread's own affair
-            embeddings = self._encoder.encode([job.item for job in batch])
+            items = [job.item for job in batch]
+            scores = None
+            if batch[0].scored:
+                embeddings, scores = self._encoder.encode_scored(items)  # type: ignore[attr-defined]
+            else:
+                embeddings = self._encoder.encode(items)
             assert len(embeddings) == len(batch), f"{len(batch)} items were encoded as {len(embeddings)}"
-            rows = [row.clone() for row in embeddings]  # a row of the batch would keep all of it alive
+            rows: list[Any] = [row.clone() for row in embeddings]  # a row of the batch would keep all of it alive
+            if scores is not None:
+                rows = [Encoded(row, own.clone()) for row, own in zip(rows, scores, strict=True)]
             if embeddings.is_cuda:
                 torch.cuda.current_stream(embeddings.device).synchronize()
                 self._stream = self._stream or torch.cuda.Stream(embeddings.device)  # type: ignore[no-untyped-call]
         return rows
 
-    def _resolve(self, batch: list[_Job], rows: list[Tensor]) -> None:
+    def _resolve(self, batch: list[_Job], rows: list[Any]) -> None:
         self.encoded += len(batch)
         for job, row in zip(batch, rows, strict=True):
             job.future.set_result(row)

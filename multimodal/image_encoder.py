@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
+from octavo.core.interfaces import Encoded
 from octavo.multimodal.fingerprints import weights_fingerprint
 from octavo.multimodal.identity import image_id, second_digest
 from octavo.multimodal.image_policy import ImagePolicy
@@ -28,6 +29,14 @@ class VisionTower(Protocol):
     def check(self, image: RgbImage) -> None: ...
     def preprocess(self, images: Sequence[RgbImage]) -> Tensor: ...
     def __call__(self, pixels: Tensor) -> Tensor: ...
+
+
+class ScoringTower(VisionTower, Protocol):
+    """A tower that may know what its tokens are worth; ``scored`` gives tokens [I, N, W] and scores fp32 [I, N]."""
+
+    scores_tokens: bool
+
+    def scored(self, pixels: Tensor) -> tuple[Tensor, Tensor]: ...
 
 
 class ImageEncoder:
@@ -106,13 +115,32 @@ class ImageEncoder:
         """Embeddings [I, N, D] of I items, in the projector's dtype and on its device."""
         return self._embeddings([self.read(item) for item in items])
 
+    @property
+    def scores_tokens(self) -> bool:
+        """Whether the tower knows what its tokens are worth, and ``encode_scored`` can be asked."""
+        return bool(getattr(self.tower, "scores_tokens", False))
+
+    @torch.no_grad()
+    def encode_scored(self, items: Sequence[Any]) -> Encoded:
+        """Embeddings as ``encode``, bit for bit, and what the tower says of each token (``OpenClipEncoder.scored``), as
+        the projector pools them: fp32 [I, N]."""
+        tower = cast(ScoringTower, self.tower)
+        embeddings, scores = [self._weight.new_empty(0, self._n_tokens, self.hidden)], [torch.empty(0, self._n_tokens)]
+        for pixels in self._batches([self.read(item) for item in items]):
+            tokens, worth = tower.scored(pixels)
+            embeddings.append(self.projector(tokens.to(self._weight)))
+            scores.append(self.projector.pool(worth).to(scores[0]))
+        return Encoded(torch.cat(embeddings), torch.cat(scores))
+
     def _embeddings(self, images: Sequence[RgbImage]) -> Tensor:
-        """[I, N, D] of I images as the tower takes them, by ``batch_images`` at a time."""
-        rows = [
-            self.projector(self.tower(self.tower.preprocess(images[at : at + self._batch_images])).to(self._weight))
-            for at in range(0, len(images), self._batch_images)
-        ]
+        """[I, N, D] of I images as the tower takes them."""
+        rows = [self.projector(self.tower(pixels).to(self._weight)) for pixels in self._batches(images)]
         return torch.cat(rows) if rows else self._weight.new_empty(0, self._n_tokens, self.hidden)
+
+    def _batches(self, images: Sequence[RgbImage]) -> Iterator[Tensor]:
+        """Pixels of ``batch_images`` images at a time."""
+        for at in range(0, len(images), self._batch_images):
+            yield self.tower.preprocess(images[at : at + self._batch_images])
 
     def _encoder(self) -> bytes:
         return weights_fingerprint(self._modules) + f"{self.tower.settings} {self.projector.config}".encode()

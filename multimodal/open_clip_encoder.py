@@ -164,6 +164,37 @@ class OpenClipEncoder(nn.Module):
         (patches,), (cls_token,) = out["image_intermediates"], out["image_intermediates_prefix"]
         return torch.cat([cls_token, patches], 1) if self.keep_cls else patches
 
+    @property
+    def scores_tokens(self) -> bool:
+        """Whether ``scored`` can be asked: open_clip's own blocks with plain attention, and not those with norms of
+        queries and keys, or a cosine in place of the dot product."""
+        return isinstance(self._read_block.attn, nn.MultiheadAttention)
+
+    def scored(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
+        """The tokens of ``forward``, bit for bit, and the attention of the class token to each of them in the block
+        that is read, the mean over heads: fp32 [I, N]."""
+        seen: list[Tensor] = []
+        hook = self._read_block.ln_1.register_forward_hook(lambda module, given, normed: seen.append(normed))
+        try:
+            tokens = self(pixels)
+        finally:
+            hook.remove()
+        scores = _class_attention(self._read_block.attn, seen[0])
+        return tokens, scores if self.keep_cls else scores[:, 1:]
+
+    @property
+    def _read_block(self) -> Any:
+        return self.tower.transformer.resblocks[self.layer]
+
+
+def _class_attention(attention: nn.MultiheadAttention, x: Tensor) -> Tensor:
+    """The attention of the first token to all of ``x`` [I, 1 + patches, W], fp32 [I, 1 + patches]."""
+    (q_weight, k_weight, _), (q_bias, k_bias, _) = attention.in_proj_weight.chunk(3), attention.in_proj_bias.chunk(3)
+    q = nn.functional.linear(x[:, :1], q_weight, q_bias).float().unflatten(2, (attention.num_heads, -1))
+    k = nn.functional.linear(x, k_weight, k_bias).float().unflatten(2, (attention.num_heads, -1))
+    logits = torch.einsum("iqhd,inhd->ihn", q, k) * attention.head_dim**-0.5
+    return logits.softmax(2).mean(1)
+
 
 def _open_clip() -> OpenClip:
     try:

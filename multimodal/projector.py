@@ -24,6 +24,10 @@ class Projector(nn.Module):
         """N' for N tokens."""
         return tokens
 
+    def pool(self, scores: Tensor) -> Tensor:
+        """Scores [I, N] of the tower's tokens, as those of what becomes of them, [I, N']."""
+        return scores
+
 
 class ProjectorConfig(Protocol):
     def build(self, width: int, hidden: int, grid: tuple[int, int]) -> Projector:
@@ -137,6 +141,11 @@ class PixelShuffleProjector(Projector):
         cells = tokens.reshape(images, rows // n, n, columns // n, n, width).transpose(2, 3)
         projected: Tensor = self.then(cells.reshape(images, n_tokens // n**2, n**2 * width))
         return projected
+
+    def pool(self, scores: Tensor) -> Tensor:
+        """The mean over the n x n patches of each token."""
+        self._require_grid(scores.shape[1])
+        return nn.functional.avg_pool2d(scores.unflatten(1, self.grid)[:, None], self.n).flatten(1)
 
     def _require_grid(self, tokens: int) -> None:
         rows, columns = self.grid

@@ -315,10 +315,12 @@ def fit(methods: Mapping[str, SparseMethod | None], engine: Engine) -> None:
     Raises:
         ConfigError: naming the method and what does not fit.
     """
+    from octavo.core.serving.requests import validate_method
+
     for name, method in methods.items():
         try:
             if method is not None:
-                method.validate(engine.spec, engine.config.text_page_tokens)
+                validate_method(method, engine)
         except ValueError as error:
             raise ConfigError(f"method {name}: {error}") from error
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.core.compression.interfaces import Context, Kept
+from octavo.core.compression.interfaces import Context, Kept, OfTokens
 from octavo.core.interfaces import ModelSpec
 from octavo.sparse.checks import check_integer
 from octavo.sparse.eviction import ReadsKept
@@ -66,7 +66,7 @@ class DuoAttention(ReadsKept):
 
 
 @dataclass(frozen=True)
-class _Gates:
+class _Gates(OfTokens):
     """``interfaces.Compressor`` of the method."""
 
     method: DuoAttention
@@ -80,6 +80,10 @@ class _Gates:
     @property
     def drops(self) -> bool:
         return self.method.placement == "drop"
+
+    @property
+    def any_pages(self) -> bool:
+        return False
 
     def behind(self, tokens: int, read: Callable[[str | Sequence[int]], list[int]]) -> int:
         return 0

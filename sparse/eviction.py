@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal, Protocol, TypeVar, cast
 import torch
 from torch import Tensor
 
-from octavo.core.compression.interfaces import Context, ContextScorer, Kept, TokenScorer
+from octavo.core.compression.interfaces import Context, ContextScorer, Kept, OfTokens, TokenScorer
 from octavo.core.interfaces import (
     Budget,
     Digest,
@@ -223,7 +223,7 @@ class Evicting(ReadsKept):
 
 
 @dataclass(frozen=True)
-class _Eviction:
+class _Eviction(OfTokens):
     """``interfaces.Compressor`` of a method."""
 
     method: Evicting
@@ -243,6 +243,12 @@ class _Eviction:
     @property
     def chooser(self) -> SparseMethod | None:
         return self.method.chooser
+
+    @property
+    def any_pages(self) -> bool:
+        method = self.method
+        whole = method.chooser is not None or isinstance(method.scorer, ContextScorer)
+        return self.drops and method.grain == "token" and not whole
 
     def behind(self, tokens: int, read: Callable[[str | Sequence[int]], list[int]]) -> int:
         scorer = self.method.scorer

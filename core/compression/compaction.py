@@ -14,13 +14,15 @@ from torch import Tensor
 from octavo.core.compression.interfaces import Compressor
 from octavo.core.compression.kept_set import KeptSet
 from octavo.core.compression.kept_tables import pack_runs, slab_pool
-from octavo.core.compression.sequence_context import SequenceContext
+from octavo.core.compression.sequence_context import SequenceContext, UnscoredItem
 from octavo.core.compression.split_units import Slabs, SplitUnits
+from octavo.core.encoding.encoded_items import EncodedItems
 from octavo.core.execution.step_runner import StepRunner
 from octavo.core.hf_model import HFModel
 from octavo.core.memory.host_tier import HostTier
 from octavo.core.memory.layer_groups import LayerPlan
 from octavo.core.memory.page_pool import PagePool
+from octavo.core.request import Request
 from octavo.core.scheduler import Scheduler
 from octavo.core.sequence import Sequence
 from octavo.core.uploads import upload
@@ -33,9 +35,9 @@ class Compaction:
 
     1. The compressor sees K and V of every layer without a window, in whole, and says which tokens of each KV head it
        keeps. The open page stays as it is.
-    2. Where it drops: K and V of what is kept are read; the pages go back to the pool, whose exact ones stay findable;
-       runs are taken, which the pages that have gone make room for unless others share them; K and V are written.
-       Pages are read only, so whoever shares them notices nothing.
+    2. Where it drops: K and V of what is kept are read; the pages go back to the pool, whose exact ones stay findable,
+       or, where it demotes, to the host tier; runs are taken, which the pages that have gone make room for unless
+       others share them; K and V are written. Pages are read only, so whoever shares them notices nothing.
     3. Where it does not: the entries of the kept pages are listed, and nothing else changes.
 
     Keys keep the positions that they were rotated by, and tokens to come count on from where the sequence is.
@@ -50,6 +52,7 @@ class Compaction:
         scheduler: Scheduler,
         host: HostTier | None,
         read: Callable[[str | Sequential[int]], list[int]],
+        items: EncodedItems,
     ) -> None:
         self._model = model
         self._runner = runner
@@ -58,6 +61,7 @@ class Compaction:
         self._scheduler = scheduler
         self._host = host
         self._read = read
+        self._items = items
         self.split = SplitUnits(pool, plan.unit_layers, model.spec.kv_heads)
 
     def require_positions(self, compressor: Compressor, tokens: int) -> None:
@@ -85,19 +89,25 @@ class Compaction:
                 f"table of each layer and head can name {MAX_UNITS}; lower pool_tokens"
             )
 
-    def run(self, sequences: Iterable[Sequence]) -> None:
-        """Compress those that have come to where they are due."""
+    def run(self, sequences: Iterable[Sequence]) -> list[tuple[Request, ValueError]]:
+        """Compress those that have come to where they are due. Gives the requests whose images an encoder that is
+        asked about them fails on, and why."""
+        failed = []
         for sequence in sequences:
             compressing = sequence.points and sequence.computed == sequence.due.at
             if compressing and sequence in self._scheduler.running:
-                with torch.inference_mode():
-                    self._compress(sequence)
+                try:
+                    with torch.inference_mode():
+                        self._compress(sequence)
+                except UnscoredItem as error:
+                    failed.append((sequence.request, error.reason))
+        return failed
 
     def _compress(self, sequence: Sequence) -> None:
         request, end = sequence.request, sequence.layout.first_token(sequence.layout.full_pages(sequence.computed))
         compressor, observation = request.compressor, sequence.observation
         assert compressor is not None and observation is not None, "the chunk that came here was observed"
-        context = SequenceContext(self._model, self._runner, self._plan, sequence, self._read)
+        context = SequenceContext(self._model, self._runner, self._plan, sequence, self._read, self._items)
         kept = None if self._plan.groups[0].window else compressor.keep(context)
         sequence.observation, sequence.compressed = None, sequence.computed
         if kept is None or end == 0:
@@ -122,6 +132,8 @@ class Compaction:
         runs = -(-tokens // sequence.layout.unit_tokens)
         moved = [choice.context.gathered(number, choice.order[number]) for number in range(len(choice.order))]
         before, sequence.kept = sequence.kept, None
+        if sequence.request.compressor is not None and sequence.request.compressor.demotes:
+            self._demote(sequence, sequence.layout.page_of(end))
         sequence.table.drop_before(sequence.layout.page_of(end))
         if before is not None:
             before.release()
@@ -135,6 +147,18 @@ class Compaction:
         self._write(moved, upload(slabs, self._runner.kv.device), choice.positions)
         entries = pack_runs(slabs, tokens, sequence.layout.unit_tokens)
         sequence.kept = self._kept(choice, entries, runs, by_head, self._digests(choice, moved))
+
+    def _demote(self, sequence: Sequence, end: int) -> None:
+        """Let the host tier have the pages before page ``end`` that nobody else holds, the tail of the chain first, as
+        far as it has room; these are not findable on the device any longer, and free once they are let go of."""
+        assert self._host is not None
+        table = sequence.table
+        for at in reversed(range(table.first_page, min(end, len(sequence.nodes)))):
+            page, size = table.pages(at, at + 1), sequence.layout.page_entries(at) * table.slices
+            units = self._pool.units_of(page, size)[0]
+            if table.copy_needed(at) or not self._host.store(units, sequence.nodes[at], 0):
+                return
+            self._pool.withdraw(page)
 
     def _write(self, moved: list[tuple[Tensor, Tensor]], slabs: Tensor, positions: Tensor) -> None:
         """Put K and V [Hkv, n, D] of each layer into runs of ``slabs`` int64 [L, Hkv, M], but for padding."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -48,10 +48,18 @@ class LayerContext(Protocol):
     module: torch.nn.Module
 
 
+class ItemTokens(NamedTuple):
+    """Tokens ``start`` to ``end`` (exclusive) are those of an image, on pages of ``page_tokens``."""
+
+    start: int
+    end: int
+    page_tokens: int
+
+
 class Context(Protocol):
     """A sequence of ``tokens`` tokens that is about to be compressed, in all ``layers`` that see everything. The last
     ``open_tokens`` of them are on the open page, which is never compressed. ``model`` is the whole model, for what its
-    layers share.
+    layers share. ``page_tokens`` is the size of text pages; ``items`` are the images, in their order.
 
     ``token_ids`` are the context's own, an image's being past the vocabulary; ``question`` are the tokens of the prompt
     that come after the decision (``unseen_tokens``), ``answer`` a target that will be scored; ``eos`` end a sequence.
@@ -63,6 +71,7 @@ class Context(Protocol):
     layers: tuple[int, ...]
     spec: ModelSpec
     model: torch.nn.Module
+    items: tuple[ItemTokens, ...]
     token_ids: list[int]
     question: list[int]
     answer: list[int]
@@ -78,6 +87,11 @@ class Context(Protocol):
 
     def layer(self, number: int) -> LayerContext:
         """Reads the layer's K and V."""
+        ...
+
+    def item_scores(self, number: int) -> Tensor:
+        """What the encoder says of the tokens of image ``number``, fp32 [N]. Only a compressor with ``item_scores`` may
+        ask. Raises ValueError if the encoder fails."""
         ...
 
 
@@ -97,6 +111,12 @@ class Compressor(Protocol):
     ``window``: queries that it wants to see, of the last so many tokens, and later of those since it decided last;
     ``drops``: what is not kept goes back to the
     pool; otherwise whole pages are kept, nothing moves, and the others are only hidden.
+
+    ``behind_items``: of the window it wants the queries behind the last image alone, if there are any.
+
+    ``demotes``: of what is dropped, exact pages that nobody else holds go to the host tier, and a session's later turns
+    begin anew from there. ``any_pages``: it serves prompts whose pages differ in size. ``items``: it is about images,
+    and so of no use without an encoder; ``item_scores``: it goes by what the encoder says of their tokens.
     """
 
     @property
@@ -104,7 +124,17 @@ class Compressor(Protocol):
     @property
     def every(self) -> int: ...
     @property
+    def behind_items(self) -> bool: ...
+    @property
     def drops(self) -> bool: ...
+    @property
+    def demotes(self) -> bool: ...
+    @property
+    def any_pages(self) -> bool: ...
+    @property
+    def items(self) -> bool: ...
+    @property
+    def item_scores(self) -> bool: ...
     @property
     def chooser(self) -> SparseMethod | None:
         """How a step chooses among what is kept, which then fills whole pages, as many for each head of a layer; None:
@@ -124,6 +154,15 @@ class Compressor(Protocol):
         """Table entries, over all KV heads, that ``layer`` lists of the full pages of a sequence that was compressed at
         ``tokens`` tokens, in closed form; the most that there can be, where heads share a budget."""
         ...
+
+
+class OfTokens:
+    """What compressors have in common that know nothing of images: they demote nothing, and ask no encoder."""
+
+    behind_items: ClassVar[bool] = False
+    demotes: ClassVar[bool] = False
+    items: ClassVar[bool] = False
+    item_scores: ClassVar[bool] = False
 
 
 class TokenScorer(Protocol):

@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 from octavo.core.execution.device_tables import DeviceTables
 from octavo.core.memory.layer_groups import LayerPlan
 from octavo.core.sequence import Sequence
+from octavo.core.uploads import upload
 from octavo.kernels.layout import ID_SHIFT, entry_units, entry_valid
 
 
@@ -65,10 +66,11 @@ def _wide(
     first, last = layout.first_entry(layout.page_of(begin)), layout.entries_for(end)
     own = device_tables.entries[:, device_tables.row(sequence), first:last]  # [slices, T]
     tail = _slabs(own, plan, kv.shape[1])[:, None]  # [L, 1, T]
-    starts = torch.arange(begin, begin + (last - first) * unit_tokens, unit_tokens, device=kv.device)
+    starts = upload(layout.unit_pos(end)[first:], kv.device)
+    stored = max(0, layout.stored_slots(end) - first * unit_tokens)  # of a sealed page, holes at its end do not count
     if kept is None:
-        slots = torch.full(tail.shape[:2], end, device=kv.device)
-        return tail, slots.to(torch.int32), starts.to(torch.int32).expand_as(tail)
+        slots = torch.full(tail.shape[:2], stored, device=kv.device)
+        return tail, slots.to(torch.int32), starts.expand_as(tail)
     at = torch.arange(kept.entries.shape[2] + last - first, device=kv.device)
     behind = at - kept.counts[..., None]  # [L, H, M], place among the entries since
     listed = pad(kept.entries, (0, last - first))
@@ -76,8 +78,8 @@ def _wide(
     if last > first:
         since = behind.clamp(0, last - first - 1)
         listed = listed.where(behind < 0, tail.expand(-1, listed.shape[1], -1).gather(2, since))
-        unit_pos = unit_pos.where(behind < 0, starts[since].to(torch.int32))
-    slots = kept.counts * unit_tokens + (end - begin)
+        unit_pos = unit_pos.where(behind < 0, starts[since])
+    slots = kept.counts * unit_tokens + stored
     return listed, slots.to(torch.int32), unit_pos
 
 

@@ -5,8 +5,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from octavo.core.compression.interfaces import Compressor
 from octavo.core.compression.kept_set import Point
 from octavo.core.interfaces import LayerTraits, ModelSpec
+from octavo.core.memory.page_layout import PageLayout
+
+
+def observed_tokens(compressor: Compressor, layout: PageLayout, at: int) -> int:
+    """How many of a prompt's first ``at`` tokens have queries that a compressor wants to see: the last so many."""
+    window = min(compressor.window, at)
+    if not compressor.behind_items or not window:
+        return window
+    images = layout.items(0, at)
+    behind = at - min(images[-1].end, at) if images else at
+    return min(window, behind) or 1
 
 
 class Observation:

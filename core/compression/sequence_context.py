@@ -11,14 +11,23 @@ import torch
 from torch import Tensor, nn
 
 from octavo.core.compression.continuation import PoolContinuation
-from octavo.core.compression.interfaces import Continuation
+from octavo.core.compression.interfaces import Continuation, ItemTokens
 from octavo.core.compression.kept_tables import KeptTables
+from octavo.core.encoding.encoded_items import EncodedItems
 from octavo.core.execution.step_runner import StepRunner
 from octavo.core.hf_model import HFModel
 from octavo.core.interfaces import LayerTraits, ModelSpec
 from octavo.core.memory.layer_groups import LayerPlan
-from octavo.core.sequence import Sequence
+from octavo.core.sequence import NEVER, Sequence
 from octavo.kernels import ops
+
+
+class UnscoredItem(Exception):
+    """An encoder could not say what the tokens of an image are worth, for the ``reason`` that its user gets."""
+
+    def __init__(self, reason: ValueError) -> None:
+        super().__init__(str(reason))
+        self.reason = reason
 
 
 @dataclass
@@ -53,11 +62,15 @@ class SequenceContext:
         plan: LayerPlan,
         sequence: Sequence,
         read: Callable[[str | Sequential[int]], list[int]],
+        items: EncodedItems,
     ) -> None:
         layout = sequence.layout
         self.tokens = sequence.computed
         self.open_tokens = self.tokens - layout.first_token(layout.full_pages(self.tokens))
-        self.page_tokens = layout.page_slots(0)
+        self.page_tokens = layout.page_slots(layout.page_of(NEVER))  # of the text that is open
+        self._spans = layout.items(0, self.tokens)
+        self.items = tuple(ItemTokens(s.start, s.end, layout.page_slots(layout.page_of(s.start))) for s in self._spans)
+        self._encoded = items
         self.layers = plan.groups[0].layers
         self.model = model.model
         self.spec: ModelSpec = model.spec
@@ -123,6 +136,12 @@ class SequenceContext:
             number, observation.traits[number], self.positions[at], keys, values, observation.queries[number], carried,
             self._model.attention(number),
         )  # fmt: skip
+
+    def item_scores(self, number: int) -> Tensor:
+        try:
+            return self._encoded.scores(self._spans[number].item)
+        except ValueError as error:
+            raise UnscoredItem(error) from error
 
     def gathered(self, at: int, order: Tensor) -> tuple[Tensor, Tensor]:
         """K and V [Hkv, n, D] of some tokens int64 [Hkv, n] of the ``at``-th layer."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -14,11 +15,15 @@ from octavo.core import interrupts
 from octavo.core.encoding.item import Item
 from octavo.core.encoding.pieces import computed_items
 from octavo.core.hf_model import HFModel
-from octavo.core.interfaces import SegmentEncoder
+from octavo.core.interfaces import Encoded, SegmentEncoder
 from octavo.core.memory.prefix_cache import Tags
 from octavo.core.request import Request
 from octavo.core.sequence import Sequence as TokenSequence
 from octavo.core.step_plan import Chunk
+
+MOST_SCORES = 4096
+"""Items whose tokens' scores are kept: a few KB each, and without them an image whose pages are found would have to be
+encoded."""
 
 
 @dataclass
@@ -27,7 +32,7 @@ class _Held:
 
     item: Item
     users: set[TokenSequence] = field(default_factory=set)
-    future: Future[Tensor] | None = None
+    future: Future[Tensor | Encoded] | None = None
     rows: Tensor | None = None
     error: ValueError | None = None
 
@@ -45,6 +50,9 @@ class EncodedItems:
 
     ``budget_tokens`` of items are encoded a step at most; or, with ``submit``, are being encoded, or held, at any time.
     Either way somebody's next item never waits for the budget for ever: see ``reach``.
+
+    Once ``scored`` is set, the encoder says with each item what its tokens are worth. That is kept longer than the
+    embeddings, as methods ask for it once the whole prompt is computed, or found.
     """
 
     def __init__(self, encoder: SegmentEncoder | None, model: HFModel, budget_tokens: int | None, ahead: int) -> None:
@@ -56,6 +64,17 @@ class EncodedItems:
         self._held: dict[Tags, _Held] = {}
         self._first: TokenSequence | None = None
         self._asked: dict[Tags, int] = {}
+        self._scores: OrderedDict[Tags, Tensor] = OrderedDict()
+        self.scored = False
+
+    @property
+    def kind(self) -> str:
+        """The encoder's type, for messages; "" if there is none."""
+        return "" if self._encoder is None else type(self._encoder).__name__
+
+    @property
+    def can_score(self) -> bool:
+        return bool(getattr(self._encoder, "scores_tokens", False))
 
     @property
     def ahead(self) -> bool:
@@ -63,7 +82,7 @@ class EncodedItems:
         return self._submit is not None
 
     @property
-    def futures(self) -> list[Future[Tensor]]:
+    def futures(self) -> list[Future[Tensor | Encoded]]:
         """What was being encoded when last somebody looked."""
         return [held.future for held in self._held.values() if held.future is not None]
 
@@ -187,6 +206,33 @@ class EncodedItems:
         if stale:
             raise AssertionError(f"embeddings of {len(stale)} items are kept, and nobody who asked needs them")
 
+    def scores(self, item: Item) -> Tensor:
+        """What the encoder says of an item's tokens, fp32 [N]. It is asked once more if that is not known any longer.
+
+        Raises:
+            ValueError: it fails, or what it gives has another shape. Precondition: ``scored``.
+        """
+        assert self.scored, "no method said that it asks"
+        if item.name not in self._scores:
+            try:
+                self._encoded([item])
+            except Exception as error:  # an encoder is the user's
+                raise _refusal(item, error) from error
+        self._scores.move_to_end(item.name)
+        return self._scores[item.name]
+
+    def _keep_scores(self, items: list[Item], scores: Tensor) -> None:
+        wanted = (len(items), items[0].tokens)
+        if not isinstance(scores, Tensor) or tuple(scores.shape) != wanted:
+            shape = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
+            raise ValueError(
+                f"the {items[0].kind} encoder gave scores of {shape}, and {wanted} were due: items, tokens"
+            )
+        for item, own in zip(items, scores.to(self._device, torch.float32), strict=True):
+            self._scores[item.name] = own.clone()  # a row of the batch would keep all of it alive
+        while len(self._scores) > MOST_SCORES:
+            self._scores.popitem(last=False)
+
     def _has_room(self, item: Item) -> bool:
         if self._budget is None:
             return True
@@ -199,7 +245,7 @@ class EncodedItems:
             return
         held = self._held[item.name] = _Held(item)
         try:
-            (held.future,) = self._submit([item.value])
+            (held.future,) = self._submit([item.value], **({"scored": True} if self.scored else {}))
         except Exception as error:  # a worker is the user's, too
             held.error = _refusal(item, error)
 
@@ -213,8 +259,11 @@ class EncodedItems:
             held.future = None
         return held.future is None
 
-    def _take(self, held: _Held, rows: Tensor) -> None:
+    def _take(self, held: _Held, rows: Tensor | Encoded) -> None:
         item, wanted = held.item, (held.item.tokens, self._width)
+        if isinstance(rows, Encoded):
+            self._keep_scores([item], rows.scores[None])
+            rows = rows.embeddings
         shape = tuple(rows.shape) if isinstance(rows, Tensor) else type(rows).__name__
         if shape != wanted:
             raise ValueError(
@@ -241,7 +290,12 @@ class EncodedItems:
         assert self._encoder is not None
         plain = torch.autocast(self._device.type, enabled=False)  # what is cached does not depend on the caller's
         with torch.no_grad(), plain, interrupts.let_through():
-            embeddings = self._encoder.encode([item.value for item in items])
+            values = [item.value for item in items]
+            if self.scored:
+                embeddings, scores = self._encoder.encode_scored(values)  # type: ignore[attr-defined]
+                self._keep_scores(items, scores)
+            else:
+                embeddings = self._encoder.encode(values)
         wanted = (len(items), items[0].tokens, self._width)
         shape = tuple(embeddings.shape) if isinstance(embeddings, Tensor) else type(embeddings).__name__
         if shape != wanted:

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.core import interrupts, sizing
+from octavo.core.compression.refusals import compressor_of, require_compression, require_pages
 from octavo.core.config import SamplingParams
 from octavo.core.encoding.reusing import extended, validate_reused
 from octavo.core.execution.drafts import DraftRule
@@ -30,11 +31,10 @@ def validate_method(method: SparseMethod, engine: Engine) -> None:
     if not callable(getattr(method, "select", None)):
         raise ValueError(f"method={method!r} is no sparse method; octavo.scripts.build.method(name) makes one")
     method.validate(engine.spec, engine.config.text_page_tokens)
-    if getattr(method, "compressor", None) is not None:
-        engine._compaction.validate()
+    require_compression(method, engine)
     require_host_tier(method, engine)
     pattern = getattr(method, "prefill", None)
-    if pattern is not None and getattr(method, "compressor", None) is not None:
+    if pattern is not None and compressor_of(method) is not None:
         raise ValueError(f"method {method.name!r} drops tokens and has a prefill pattern; they do not go together yet")
     if pattern is not None and pattern.block_tokens > engine.config.step_tokens:
         raise ValueError(
@@ -59,13 +59,9 @@ def require_room(
     validate_reused(layout, prompt_tokens)
     if method is not None:
         validate_method(method, engine)
-        if not layout.uniform:
-            raise ValueError(
-                f"method {method.name!r} chooses among pages of one size, and this prompt has segments with "
-                "pages of their own; sparse methods over several page sizes are not built yet"
-            )
+        require_pages(method, layout)
         require_host_room(method, engine, layout, prompt_tokens, required)
-        if (compressor := getattr(method, "compressor", None)) is not None:
+        if (compressor := compressor_of(method)) is not None:
             engine._compaction.require_positions(compressor, prompt_tokens)
 
 
@@ -130,7 +126,7 @@ def new_request(
         unforked=params.n - 1,
         max_model_tokens=engine._max_tokens,
         eos_token_ids=engine._eos,
-        compressor=getattr(method, "compressor", None),
+        compressor=None if method is None else compressor_of(method),
         unseen_tokens=unseen_tokens,
         hosting=None if method is None else hosting_of(method, engine),
         drafting=rule,

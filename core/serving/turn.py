@@ -66,6 +66,10 @@ class Turn:
             kv_bytes_read=sum(leg.kv_bytes_read for leg in self._legs),
             digest_bytes_read=sum(leg.digest_bytes_read for leg in self._legs),
             extra_tokens=sum(leg.extra_tokens for leg in self._legs),
+            kv_bytes_resident=self._legs[-1].kv_bytes_resident if self._legs else 0,
+            host_bytes_read=sum(leg.host_bytes_read for leg in self._legs),
+            resident_lookups=sum(leg.resident_lookups for leg in self._legs),
+            resident_misses=sum(leg.resident_misses for leg in self._legs),
         )
         return Completion(
             request_id=self.request.request_id,

@@ -55,6 +55,35 @@ def picture(seed=0, height=8, width=16):
     return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8))
 
 
+class ScoringTower(Tower):
+    """Says of its tokens what their numbers are, in a batch of any size."""
+
+    scores_tokens = True
+
+    def scored(self, pixels):
+        tokens = self(pixels)
+        return tokens, torch.arange(tokens.shape[1]).expand(len(tokens), -1).float()
+
+
+@pytest.mark.parametrize(
+    ("config", "scores"), [(MlpConfig(), [*range(8)]), (PixelShuffleConfig(), [2.5, 4.5])], ids=["mlp", "pixel shuffle"]
+)
+def test_a_tower_s_scores_travel_with_the_embeddings(config, scores):
+    torch.manual_seed(0)
+    made = ImageEncoder(ScoringTower(), config.build(5, 6, (2, 4)), batch_images=2)
+    items = [picture(seed) for seed in range(3)]
+    found = made.encode_scored(items)
+    assert made.scores_tokens and torch.equal(found.embeddings, made.encode(items))
+    assert found.scores.tolist() == [scores] * 3
+    assert made.encode_scored([]).scores.shape == (0, len(scores))
+    with EncodeWorker(made, max_images=1) as worker:
+        scored, plain = worker.submit(items, scored=True), worker.submit(items)
+        assert [future.result().scores.tolist() for future in scored] == [scores] * 3
+        for one, other in zip(scored, plain, strict=True):
+            assert torch.equal(one.result().embeddings, other.result())
+    assert not encoder().scores_tokens
+
+
 @pytest.mark.parametrize(
     ("config", "keep_cls", "tokens"),
     [(LinearConfig(), False, 8), (MlpConfig(), True, 9), (PixelShuffleConfig(), False, 2)],
@@ -222,3 +251,14 @@ def test_with_open_clips_tower():
     others = [made(quick_gelu=True), made(layer=-1), made(keep_cls=True), made(policy=ImagePolicy()), made(seed=1)]
     assert len({one.identity(image) for one in (plain, *others)}) == 6
     assert made().identity(image) == plain.identity(image)
+
+
+def test_a_cache_of_embeddings_hands_on_the_question_for_scores():
+    from octavo.multimodal import CachedEncoder
+
+    torch.manual_seed(0)
+    made = ImageEncoder(ScoringTower(), MlpConfig().build(5, 6, (2, 4)))
+    cached = CachedEncoder(made, 1 << 20)
+    found = cached.encode_scored([picture()])
+    assert cached.scores_tokens and torch.equal(found.embeddings, cached.encode([picture()]))
+    assert not CachedEncoder(encoder(), 1 << 20).scores_tokens

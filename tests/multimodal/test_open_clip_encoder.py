@@ -386,3 +386,28 @@ def test_an_image_that_would_vanish(mode, height, width):
     else:
         OpenClipEncoder(tower).check(image)
         assert OpenClipEncoder(tower).preprocess([image]).isfinite().all()
+
+
+# What tokens are worth
+
+
+@pytest.mark.parametrize("layer", [0, -2, -1])
+@pytest.mark.parametrize("keep_cls", [False, True])
+def test_scores_are_the_attention_of_the_class_token(layer, keep_cls):
+    """As torch's own attention gives it, in the block whose tokens are read, which stay what they are."""
+    vision = CONFIG["vision_cfg"] | {"head_width": 16}
+    encoder = OpenClipEncoder(clip(vision_cfg=vision).visual, layer=layer, keep_cls=keep_cls)
+    block, seen = encoder.tower.transformer.resblocks[encoder.layer], []
+    hook = block.ln_1.register_forward_hook(lambda module, given, normed: seen.append(normed))
+    with torch.no_grad():
+        found, scores = encoder.scored(pixels())
+        hook.remove()
+        _, weights = block.attn(seen[0], seen[0], seen[0], need_weights=True, average_attn_weights=True)
+    assert encoder.scores_tokens and torch.equal(found, tokens(encoder))
+    torch.testing.assert_close(scores, weights[:, 0, 0 if keep_cls else 1 :], atol=1e-6, rtol=1e-5)
+    assert not block.ln_1._forward_hooks
+
+
+def test_blocks_of_another_attention_give_none():
+    encoder = OpenClipEncoder(clip(vision_cfg=CONFIG["vision_cfg"] | {"qk_norm": True}).visual)
+    assert not encoder.scores_tokens

@@ -11,13 +11,16 @@ from octavo.scripts.build import method
 
 CALIBRATED = ("double_sparsity", "loki")  # they need a file of the model: test_projection.py
 CONFIGS = Path(__file__).parents[2] / "configs" / "sparse"
-DROPPING = sorted(path.stem for path in CONFIGS.glob("*.yaml") if "placement: drop\n" in path.read_text())
+VISUAL = sorted(path.stem for path in CONFIGS.glob("*.yaml") if "visual_eviction" in path.read_text())
+"""Those that drop tokens of images: test_visual_eviction.py."""
+DROPPING = sorted({path.stem for path in CONFIGS.glob("*.yaml") if "placement: drop\n" in path.read_text()} - {*VISUAL})
 """Those that drop tokens: test_eviction.py."""
 WRAPPERS = ("lossless",)  # of another method: test_lossless.py
 PRIORS = ("quest_structure",)  # test_prior.py
 PATTERNS = ("a_shape", "flex_prefill", "top_pages", "vertical_slash", "xattention", "xattention_quest")
 """Of prompts: test_prefill_patterns.py."""
-NAMES = sorted({path.stem for path in CONFIGS.glob("*.yaml")} - {*CALIBRATED, *DROPPING, *WRAPPERS, *PATTERNS, *PRIORS})
+OTHERS = {*CALIBRATED, *DROPPING, *VISUAL, *WRAPPERS, *PATTERNS, *PRIORS}
+NAMES = sorted({path.stem for path in CONFIGS.glob("*.yaml")} - OTHERS)
 SMALL = {"keep": {"sink_tokens": 4, "recent_tokens": 4}, "dense_layers": [0]}
 PYRAMIDS = ("hierarchical", "pyramid_kv")
 SMALLER = {
