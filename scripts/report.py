@@ -206,6 +206,12 @@ HEADINGS = {
     "prefill_seconds": "prefill s",
     "hit_seconds": "on a prefix hit",
     "fork_us": "µs to fork",
+    "share_percent": "share %",
+    "same_answer_percent": "same answer %",
+    "kl_first_nats_mean": "KL, nats",
+    "kv_kept_percent": "KV kept %",
+    "units_freed": "units freed",
+    "host_bytes_recalled": "recalled",
 }
 """The columns that a reader looks at first, and what they are called there; all others keep their key."""
 
@@ -216,6 +222,7 @@ LABELS = (
     "execution",
     "task",
     "policy",
+    "placement",
     "replacement",
     "prefetch",
     "knob",

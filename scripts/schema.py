@@ -2,8 +2,9 @@
 
 Groups that several experiments have are in ``schema_groups``, the experiments on memory in ``schema_memory``, those on
 speed in ``schema_serving``, those on placements in ``schema_placements``, those on quality in ``schema_quality`` and
-``schema_lossless``, the one beside kvpress in ``schema_kept``, those on text and images in ``schema_multimodal`` and
-``schema_image_sharing``, those on decode steps and on kernels in ``schema_decode`` and ``schema_kernels``.
+``schema_lossless``, the one beside kvpress in ``schema_kept``, those on text and images in ``schema_multimodal``,
+``schema_image_sharing`` and ``schema_visual_importance``, those on decode steps and on kernels in ``schema_decode`` and
+``schema_kernels``.
 
 An experiment has its own subclass of ``Config``, so that a key which an experiment would ignore does not exist there.
 Ranges are checked when a typed object is made, as far as that needs no heavy import; the engine and the samplers check
@@ -51,6 +52,7 @@ from octavo.scripts.schema_multimodal import ImageBenchmarks, Interleaved, PageR
 from octavo.scripts.schema_placements import HostTier, Placements
 from octavo.scripts.schema_quality import Calibrate, MultiTurn, Perplexity, Ruler
 from octavo.scripts.schema_serving import Latency, Throughput
+from octavo.scripts.schema_visual_importance import VisualImportance
 
 __all__ = [
     "EXPERIMENTS",
@@ -92,6 +94,7 @@ __all__ = [
     "TaskSettings",
     "Throughput",
     "TrackingSettings",
+    "VisualImportance",
     "WithPageMap",
     "register",
 ]
@@ -203,6 +206,7 @@ EXPERIMENTS: dict[str, type[Config]] = {
     "sharing": Sharing,
     "structure": Structure,
     "throughput": Throughput,
+    "visual_importance": VisualImportance,
 }
 """Experiment -> its keys. ``octavo.scripts.experiments.<name>.run(cfg, run)`` is its function."""
 

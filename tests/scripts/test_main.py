@@ -52,7 +52,7 @@ def stop() -> None:
     raise RuntimeError("boom")
 
 
-SEEING = ("image_benchmarks", "interleaved", "page_ratio", "sessions")
+SEEING = ("image_benchmarks", "interleaved", "page_ratio", "sessions", "visual_importance")
 """Experiments that take a model that sees."""
 
 
@@ -123,6 +123,7 @@ def test_limit_makes_any_experiment_a_smoke_test(
             dense_in_none,
         ],
         "sessions": [demo, "turns=2", "forks=1", "new_tokens=4"],
+        "visual_importance": [demo, "images=2", "max_new_tokens=3", "shares=[0.5]", "sparse.methods=[fastv]"],
         "structure": [*tiny[:3], "sparse.methods=[quest]", "sparse.budget_tokens=128", dense_in_none],
         "code_completion": tiny,
         "image_sharing": [

@@ -265,6 +265,10 @@ RUNS: dict[str, tuple[list[str], list[str]]] = {
         ["limit=1", "sparse.methods=[quest]"],
         ["all items, one after another"],
     ),
+    "visual_importance": (
+        ["limit=1", "images=2", "max_new_tokens=3", "shares=[0.5]", "sparse.methods=[fastv]"],
+        ["describe/0 under fastv 50 % host"],
+    ),
     "throughput": (
         ["limit=1", "rivals=[]", "repeats=1"],
         ["octavo on workload ragged, outputs of at most 48 tokens"],
@@ -291,7 +295,7 @@ def arguments(request: pytest.FixtureRequest, name: str) -> list[str]:
         return [f"model.path={request.getfixturevalue('tiny_model')}", f"kvpress_python={python}", *RUNS[name][0]]
     if name == "image_sharing":
         return ["model.shape=tiny", *RUNS[name][0]]
-    seeing = name in ("image_benchmarks", "interleaved", "page_ratio", "sessions")
+    seeing = name in ("image_benchmarks", "interleaved", "page_ratio", "sessions", "visual_importance")
     kind = "windowed_model" if name == "layer_groups" else "tiny_demo" if seeing else "tiny_model"
     return [f"model.path={request.getfixturevalue(kind)}", *RUNS[name][0]]
 
