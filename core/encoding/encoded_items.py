@@ -303,7 +303,8 @@ class EncodedItems:
                 f"the {items[0].kind} encoder gave embeddings of {shape}, and {wanted} were due: items, tokens of each "
                 "by n_tokens, and the width of the language model"
             )
-        return embeddings.to(self._device).unbind()
+        rows: Sequence[Tensor] = embeddings.to(self._device).unbind()
+        return rows
 
 
 def _tokens(held: _Held) -> int:

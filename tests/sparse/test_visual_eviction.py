@@ -10,7 +10,7 @@ from octavo.core.serving.prompts import TokenSegment
 from octavo.scripts.build import method, reuse
 from octavo.scripts.refusal import ConfigError
 
-from ..core.pictures import A, B, C, FakeEncoder, text
+from ..pictures import A, B, C, FakeEncoder, text
 from .method_cases import VISUAL
 from .method_cases import make as selecting
 from .visual_cases import PROMPT, QUESTION, SPANS, TOKENS, ScoringEncoder, every, idle, params, seeing, visual

@@ -7,7 +7,7 @@ from octavo.core import Engine, EngineConfig, SamplingParams
 from octavo.core.interfaces import Encoded
 from octavo.scripts.build import method
 
-from ..core.pictures import A, B, FakeEncoder, ids, text
+from ..pictures import A, B, FakeEncoder, ids, text
 from .method_cases import VISUAL
 
 FEW = ("cls_attention", "fastv", "pyramid_drop", "vl_cache")
