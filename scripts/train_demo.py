@@ -228,6 +228,7 @@ of open_clip, a projector and a Llama, trained from random weights. It is there 
 text and images, and for nothing else: its world is coloured shapes and digits, its language {len(words())} words.
 
 ```python
+from octavo.core import Engine, EngineConfig
 from octavo.multimodal.demo_model import demo_prompt, load_demo
 
 model, tokenizer, encoder = load_demo()
