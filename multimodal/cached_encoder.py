@@ -63,7 +63,8 @@ class CachedEncoder:
         """Embeddings [I, N, D] of I items of N tokens each.
 
         1. What is in the cache is pinned for this call, so that what is put there cannot evict it.
-        2. The others are encoded together, equal ones once, and put there as far as there is room.
+        2. The others are encoded together, equal ones once, and put there, once the device has computed them, as far as
+           there is room. So whoever finds them may read them at once, on whatever stream.
         3. All pins end.
         """
         if not items:
@@ -79,9 +80,14 @@ class CachedEncoder:
         try:
             if missing:
                 encoded = self._encoder.encode([wanted[name] for name in missing])
+                if encoded.is_cuda:
+                    torch.cuda.current_stream(encoded.device).synchronize()
                 found |= zip(missing, encoded, strict=True)
                 with self._lock:
                     pinned += [name for name in missing if self.cache.insert(*name, found[name], call)]
+            for rows in found.values():
+                if rows.is_cuda:  # evicted while this stream still reads them, they must not have their memory back
+                    rows.record_stream(torch.cuda.current_stream(rows.device))
             return torch.stack([found[name] for name in names])
         finally:
             with self._lock:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import ceil
+from math import ceil, inf
 from typing import Any, ClassVar, Literal, Protocol, TypeVar, cast
 
 import torch
@@ -88,8 +88,8 @@ class Times:
     factor: float
 
     def __post_init__(self) -> None:
-        if isinstance(self.factor, bool) or not isinstance(self.factor, int | float) or self.factor < 1:
-            raise ValueError(f"choosing.kept.factor must be at least 1, got {self.factor!r}")
+        if isinstance(self.factor, bool) or not isinstance(self.factor, int | float) or not 1 <= self.factor < inf:
+            raise ValueError(f"choosing.kept.factor must be a number of at least 1, got {self.factor!r}")
 
     def tokens(self, read: int, sequence: int) -> int:
         return ceil(self.factor * read)

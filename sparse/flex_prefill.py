@@ -42,7 +42,8 @@ class FlexPrefill(Pattern):
         super().__post_init__()
         check_share("prefill.mass", self.mass)
         check_integer("prefill.least_tokens", self.least_tokens, 0)
-        if isinstance(self.divergence, bool) or not isinstance(self.divergence, int | float) or self.divergence < 0:
+        is_number = isinstance(self.divergence, int | float) and not isinstance(self.divergence, bool)
+        if not (is_number and self.divergence >= 0):  # NaN is not
             raise ValueError(f"prefill.divergence must be a number of at least 0, got {self.divergence!r}")
 
     def _choose(self, blocks: QueryBlocks, page: Tensor) -> Tensor:

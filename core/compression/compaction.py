@@ -65,11 +65,12 @@ class Compaction:
         self.split = SplitUnits(pool, plan.unit_layers, model.spec.kv_heads)
 
     def require_positions(self, compressor: Compressor, tokens: int) -> None:
-        """Refuse, with a ValueError, a prompt behind which what is to be computed would have no place."""
+        """Refuse, with a ValueError, a sequence of which so many tokens may stand in front of a decision, behind which
+        what is to be computed would have no place."""
         behind, most = compressor.behind(tokens, self._read), self._model.spec.max_tokens
         if tokens + behind > most:
             raise ValueError(
-                f"to decide what is kept, {behind} tokens are computed behind the prompt's {tokens}, and "
+                f"to decide what is kept, {behind} tokens are computed behind the {tokens} in front of it, and "
                 f"{self._model.spec.name} has {most} positions; compute fewer (scorer.chunk_tokens, or "
                 "scorer.lookahead_tokens), or give a shorter prompt"
             )

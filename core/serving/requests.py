@@ -62,7 +62,8 @@ def require_room(
         require_pages(method, layout)
         require_host_room(method, engine, layout, prompt_tokens, required)
         if (compressor := compressor_of(method)) is not None:
-            engine._compaction.require_positions(compressor, prompt_tokens)
+            last = min(prompt_tokens + params.max_tokens, engine._max_tokens) if compressor.every else prompt_tokens
+            engine._compaction.require_positions(compressor, last)
 
 
 def new_request(

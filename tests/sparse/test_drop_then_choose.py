@@ -227,9 +227,9 @@ class TestRefusals:
         with pytest.raises(ValueError, match="chunk_tokens=3 must divide the page of 4 tokens"):
             ChunkBoxes(3).spec(4, SimpleNamespace(kv_heads=1, head_dim=8))
 
-    @pytest.mark.parametrize("factor", [0.5, True, "2"])
+    @pytest.mark.parametrize("factor", [0.5, True, "2", float("nan"), float("inf")])
     def test_less_than_is_read(self, factor):
-        with pytest.raises(ValueError, match=r"choosing.kept.factor must be at least 1"):
+        with pytest.raises(ValueError, match=r"choosing.kept.factor must be a number of at least 1"):
             Times(factor)
 
     def test_a_budget_below_what_is_kept_in_any_case(self, model, engine_for):

@@ -219,10 +219,17 @@ class TestRefusals:
 
     def test_no_positions_left(self, model, engine_for):
         engine = engine_for(model, pool_tokens=400)
-        message = "20 tokens are computed behind the prompt's 240, and LlamaForCausalLM has 256 positions"
+        message = "20 tokens are computed behind the 240 in front of it, and LlamaForCausalLM has 256 positions"
         with pytest.raises(ValueError, match=message):
             engine.submit([3] * 240, params(), method=evicting("kvzip"))
         assert not engine.has_work()
+
+    def test_no_positions_left_behind_a_later_decision(self, model, engine_for):
+        engine = engine_for(model, pool_tokens=400)
+        message = "20 tokens are computed behind the 248 in front of it, and LlamaForCausalLM has 256 positions"
+        with pytest.raises(ValueError, match=message):
+            engine.submit([3] * 228, params(max_tokens=20), method=evicting("kvzip", every=4))
+        engine.submit([3] * 228, params(max_tokens=8), method=evicting("kvzip", every=4))
 
     def test_a_choice_at_every_step_for_all_layers(self, model, engine_for):
         with pytest.raises(ValueError, match=r"divided among all layers at once.*methods that drop tokens"):

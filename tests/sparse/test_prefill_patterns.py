@@ -290,6 +290,7 @@ def test_a_model_with_sinks_is_refused(sinks_model, engine_for):
         (lambda: XAttention(mass=0), "prefill.mass must be a number above 0 and at most 1, got 0"),
         (lambda: FlexPrefill(mass=1.5), "prefill.mass must be a number above 0 and at most 1, got 1.5"),
         (lambda: FlexPrefill(divergence=-1), "prefill.divergence must be a number of at least 0, got -1"),
+        (lambda: FlexPrefill(divergence=float("nan")), "prefill.divergence must be a number of at least 0, got nan"),
         (lambda: XAttention(block_tokens=12, stride=8), "stride=8 must divide the block of 12 queries"),
         (lambda: VerticalSlash(queries=129), "queries=129: a block has 128 queries"),
         (lambda: TopPages(budget_tokens=0), "budget_tokens must be an integer of at least 1, got 0"),
