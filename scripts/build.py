@@ -15,7 +15,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, MissingConfigException
 from hydra.utils import get_class, instantiate
 from omegaconf import DictConfig, OmegaConf, open_dict
-from omegaconf.errors import OmegaConfBaseException, ValidationError
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
 
 from octavo.scripts.paths import absolute
 from octavo.scripts.refusal import ConfigError, explain, nearest, one_of, unknown_key
@@ -50,6 +50,11 @@ def check(config: Config) -> None:
             sampling_params(value)
         elif isinstance(value, SparseSettings):
             methods(value)
+    for name, changes in getattr(config, "features", {}).items():  # of image_benchmarks: settings of an engine each
+        try:
+            engine_config(dataclasses.replace(config.engine, **changes))
+        except ConfigError as error:
+            raise ConfigError(f"features.{name}: {error}") from error
     sampling = getattr(config, "sampling", None)
     if sampling is not None and sampling.n > config.engine.max_seqs:
         raise ConfigError(
@@ -270,6 +275,8 @@ def _method(name_or_path: str, budget_tokens: int | None, overrides: Mapping[str
             raise ConfigError(f"method {name_or_path}: no part {key!r}; {nearest(key, known)}parts: {', '.join(known)}")
     try:
         built = instantiate(OmegaConf.merge(recipe, overrides), _convert_="all")
+    except (ConfigKeyError, ConfigAttributeError) as error:
+        raise ConfigError(f"method {name_or_path}: {_no_such_part(error, recipe)}") from error
     except (HydraException, OmegaConfBaseException, ValueError, TypeError, AttributeError) as error:
         raise ConfigError(f"method {name_or_path}: {_root_cause(error)}") from error
     lacking = [part for part in ("name", "validate", "select", "resolve") if not hasattr(built, part)]
@@ -422,6 +429,16 @@ def _apart() -> Iterator[None]:
         yield
     finally:
         GlobalHydra.instance().hydra = running
+
+
+def _no_such_part(error: OmegaConfBaseException, recipe: DictConfig) -> str:
+    """What OmegaConf says of a key deep in overrides that the recipe has not, in a line that has the way out."""
+    parent, _, key = str(error.full_key or "").rpartition(".")
+    part = OmegaConf.select(recipe, parent) if parent else None
+    if not isinstance(part, DictConfig):
+        return _root_cause(error).splitlines()[0]
+    known = [str(name) for name in part if name != "_target_"]
+    return f"{parent} has no {key!r}; {nearest(key, known)}it has: {', '.join(known) or 'nothing to set'}"
 
 
 def _root_cause(error: BaseException) -> str:

@@ -128,6 +128,7 @@ class TestCommand:
             ("features={uncached: {}}", "none is called uncached"),
             ("+features.x={page_token: 8}", "did you mean 'page_tokens'?"),
             ("features={prefix: 3}", "features.prefix=3: give settings of the engine"),
+            ("features={p: {execution: foo}}", "features.p: engine.execution='foo' is unknown"),
             ("items=0", "items=0: must be at least 1"),
             ("~features.prefix", "features=[] modes=[]: give at least one"),
             ("modes=[zero_cpy]", "zero_copy"),
