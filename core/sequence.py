@@ -414,15 +414,19 @@ class Sequence:
         if first >= stop:
             return
         layout, begin, end = self.layout, self.layout.first_token(first), self.layout.end_token(stop - 1)
+        if layout.uniform and (self.request.method is None or end <= self.sparse_spans[0].start):
+            known, page_tokens = np.array(self.tokens[begin:end], np.int32), layout.page_slots(0)
+            for at in range(0, len(known), page_tokens):
+                yield known[at : at + page_tokens], "", ()
+            return
         before, past = (layout.first_entry(page) * layout.unit_tokens for page in (first, stop))
         slots = np.full(past - before, -1, np.int32)
         slots[layout.slots(begin, end) - before] = self.tokens[begin:end]
-        plain = layout.uniform and (self.request.method is None or end <= self.sparse_spans[0].start)
         at = 0
         for page in range(first, stop):
             tokens = slots[at : at + layout.page_slots(page)]
             at += len(tokens)
-            yield (tokens, "", ()) if plain else (tokens, self.provenance(page), layout.tags(page))
+            yield tokens, self.provenance(page), layout.tags(page)
 
     def keys(self, pages: int) -> list[PageKey]:
         """Keys of the first ``pages`` pages; a page's key never changes once it is full."""
