@@ -29,10 +29,10 @@ def prefill(engine: Engine) -> Iterator[None]:
         return torch.zeros((len(wanted), vocabulary), device=ids.device)
 
     model.forward = nothing  # type: ignore[method-assign, assignment]
-    runner.replays = lambda plan: False  # type: ignore[method-assign]
+    runner.batch_of = lambda chunks: None  # type: ignore[method-assign]
     pieces, runner._pieces = runner._pieces, None  # of a pass that computes nothing, none is to be captured
     try:
         yield
     finally:
         runner._pieces = pieces
-        del model.forward, runner.replays  # the methods of their classes again
+        del model.forward, runner.batch_of  # the methods of their classes again

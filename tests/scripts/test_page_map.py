@@ -180,7 +180,7 @@ RUNS: dict[str, tuple[list[str], list[str]]] = {
         ["dense", "duo_attention"],
     ),
     "image_benchmarks": (
-        ["limit=1", "max_new_tokens=2", "benchmarks=[captions]"],
+        ["limit=1", "max_new_tokens=4", "benchmarks=[captions]"],
         ["prefix, all items, one after another"],
     ),
     "image_sharing": (

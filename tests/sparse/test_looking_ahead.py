@@ -138,7 +138,12 @@ def test_nothing_that_is_kept_holds_more_of_the_attention_to_come(model, engine_
         engine = engine_for(model)
         found = []
         drop = engine._compaction._drop
-        engine._compaction._drop = lambda *a, drop=drop, found=found: (drop(*a), found.append(a[0].kept.positions))
+
+        def dropped(choice, drop=drop, found=found):
+            drop(choice)
+            found.append(choice.sequence.kept.positions)
+
+        engine._compaction._drop = dropped
         engine.score(PROMPT, ANSWER, method=chosen)
         kept[name] = paid.gather(2, found[0].clamp(min=0)).masked_fill(found[0] < 0, 0.0).sum((1, 2))
     for name in ("kvzip", "snapkv", "h2o", "expected_attention", "random_drop"):
