@@ -73,7 +73,9 @@ def find_nodes(sequence: Sequence, pages: int, index: PrefixCache) -> list[Node]
     """The nodes of the first ``pages`` pages, as far as they are known."""
     nodes: list[Node] = []
     parent: Parent = sequence.request.root
-    for key, content in zip(sequence.keys(pages), sequence.contents(0, pages), strict=True):
+    keys = sequence.keys(pages)
+    listed = next((number for number, key in enumerate(keys) if not index.lists(key)), pages)
+    for key, content in zip(keys[:listed], sequence.contents(0, listed), strict=True):
         node = index.find(key, parent, *content)
         if node is None:
             break

@@ -334,7 +334,9 @@ class StepRunner:
             group.probe = self.choosers.probe if group.probed else None
             n_pages = np.array([-(-chunk.end // self._page_tokens) for chunk in chunks], np.int32)
             first = [chunk.sequence.first_whole for chunk in chunks]
-            sealed = [c.sequence.table.pages(c.sequence.first_whole, c.start // self._page_tokens) for c in chunks]
+            sealed = [
+                c.sequence.table.pages(i, c.start // self._page_tokens) for i, c in zip(first, chunks, strict=True)
+            ]
             first_units = np.zeros((len(chunks), n_pages.max()), np.int64)
             for row, pages in enumerate(sealed):
                 first_units[row, : len(pages)] = pages

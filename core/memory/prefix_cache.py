@@ -117,6 +117,10 @@ class PrefixCache:
     def __contains__(self, page: int) -> bool:
         return page in self._of_page
 
+    def lists(self, key: PageKey) -> bool:
+        """Whether there is a node of this key, of whatever prefix."""
+        return key in self._nodes
+
     def find(
         self, key: PageKey, parent: Parent, tokens: NDArray[np.int32], provenance: str, tags: Tags = ()
     ) -> Node | None:
