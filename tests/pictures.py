@@ -7,6 +7,7 @@ from hashlib import blake2b
 
 import torch
 
+from octavo.core import Engine, EngineConfig
 from octavo.core.serving.prompts import TokenSegment
 
 VOCAB = 128
@@ -62,3 +63,12 @@ def preempt(engine, sequence):
     engine._scheduler.preempt(sequence)
     engine._items.keep()
     engine.check()
+
+
+def image_engine(model, poison_pool, encoder=None, tokenizer=None, reuse=None, **fields):
+    """An engine on pages of 4 for text and 6 for images, whose unused memory is NaN."""
+    fields = {"page_policies": {"text": 4, "image": 6}, "pool_tokens": 400, "max_seqs": 8, **fields}
+    config = EngineConfig(**{"backend": "reference", **fields})
+    engine = Engine(model, tokenizer, config, encoders={"image": encoder or FakeEncoder()}, reuse=reuse)
+    poison_pool(engine)
+    return engine

@@ -9,7 +9,7 @@ from octavo.core import BatchError, CapacityError, Engine, EngineConfig, Samplin
 from octavo.core.memory import prefix_cache
 from octavo.core.serving.prompts import TokenSegment
 
-from ..pictures import VOCAB, A, B, C, FakeEncoder, Picture, ids, preempt, text
+from ..pictures import VOCAB, A, B, C, FakeEncoder, Picture, ids, image_engine, preempt, text
 
 LONG = [text(5), A, text(3, 1), A, B]
 PROMPTS = [LONG, [A, text(4, 2)], [text(17, 3), C], [C, C], [text(11, 4)]]
@@ -80,11 +80,7 @@ def served(poison_pool):
     """``served(model, encoder, **fields)``: an engine on pages of 4 for text and 6 for images."""
 
     def build(model, encoder=None, tokenizer=None, **fields):
-        fields = {"page_policies": {"text": 4, "image": 6}, "pool_tokens": 400, "max_seqs": 8, **fields}
-        encoders = {"image": encoder or FakeEncoder()}
-        engine = Engine(model, tokenizer, EngineConfig(**{"backend": "reference", **fields}), encoders=encoders)
-        poison_pool(engine)
-        return engine
+        return image_engine(model, poison_pool, encoder, tokenizer, **fields)
 
     return build
 

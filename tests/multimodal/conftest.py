@@ -2,9 +2,7 @@
 
 import pytest
 
-from octavo.core import Engine, EngineConfig
-
-from ..pictures import FakeEncoder, Picture
+from ..pictures import Picture, image_engine
 from .reuse_cases import head_of, logits_of
 
 
@@ -30,16 +28,7 @@ def served(poison_pool):
     """``served(model, mode, encoder, **fields)``: an engine on pages of 4 for text and 6 for images."""
 
     def build(model, mode=None, encoder=None, **fields):
-        fields = {"page_policies": {"text": 4, "image": 6}, "pool_tokens": 400, "max_seqs": 8, **fields}
-        engine = Engine(
-            model,
-            None,
-            EngineConfig(**{"backend": "reference", **fields}),
-            encoders={"image": encoder or FakeEncoder()},
-            reuse=mode,
-        )
-        poison_pool(engine)
-        return engine
+        return image_engine(model, poison_pool, encoder, reuse=mode, **fields)
 
     return build
 
