@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.core import BatchError, Engine, EngineConfig, SamplingParams
+from octavo.core import BatchError, EngineConfig, SamplingParams
 
-from ..pictures import A, B, C, FakeEncoder, Picture, ids, text
+from ..pictures import A, B, C, FakeEncoder, Picture, ids, image_engine, text
 
 
 class Beside(FakeEncoder):
@@ -58,10 +58,7 @@ both_ways = pytest.mark.parametrize("bidirectional", [False, True], ids=["causal
 @pytest.fixture(scope="module")
 def build(poison_pool):
     def build(model, encoder, **fields):
-        fields = {"page_policies": {"text": 4, "image": 6}, "pool_tokens": 400, "max_seqs": 8, **fields}
-        engine = Engine(model, None, EngineConfig(**{"backend": "reference", **fields}), encoders={"image": encoder})
-        poison_pool(engine)
-        return engine
+        return image_engine(model, poison_pool, encoder, **fields)
 
     return build
 

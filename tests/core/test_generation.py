@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.core import BatchError, Engine, EngineConfig, SamplingParams
+from octavo.core import BatchError, EngineConfig, SamplingParams
 from octavo.core.inspection.stage_clock import StageClock
 from octavo.core.serving import generation
 from octavo.core.serving.detokenizer import Detokenizer
 from octavo.core.serving.prompts import PromptReader
 
-from ..pictures import FakeEncoder, Picture
+from ..pictures import Picture, image_engine
 
 LETTERS = [chr(97 + i) for i in range(26)]
 
@@ -31,11 +31,8 @@ def build(request, make_llama, words, poison_pool):
     model.generation_config.eos_token_id = 27
 
     def build(threads, tokenizer=words, **fields):
-        fields = {"page_policies": {"text": 4, "image": 6}, "pool_tokens": 400, "max_seqs": 8, **fields}
-        config = EngineConfig(backend="reference", execution=request.param, host_threads=threads, **fields)
-        engine = Engine(model, tokenizer, config, encoders={"image": FakeEncoder()})
-        poison_pool(engine)
-        return engine
+        fields = {"execution": request.param, "host_threads": threads, **fields}
+        return image_engine(model, poison_pool, tokenizer=tokenizer, **fields)
 
     return build
 

@@ -7,13 +7,13 @@ import time
 
 import pytest
 
-from octavo.core import Engine, EngineConfig, SamplingParams
+from octavo.core import SamplingParams
 from octavo.sparse.budgets import Uniform
 from octavo.sparse.lossless import Lossless
 from octavo.sparse.method import Method
 from octavo.sparse.scorers import Random
 
-from ..pictures import A, FakeEncoder, Picture, ids, text
+from ..pictures import A, Picture, ids, image_engine, text
 
 GREEDY = {"ignore_eos": True}
 RANDOM = Method("random", Random(), Uniform(8))
@@ -131,11 +131,7 @@ class TestImages:
     @pytest.fixture
     def served(self, t_model, poison_pool):
         def build(**fields):
-            fields = {"page_policies": {"text": 4, "image": 6}, "pool_tokens": 400, "max_seqs": 8, **fields}
-            config = EngineConfig(**{"backend": "reference", **fields})
-            engine = Engine(t_model, None, config, encoders={"image": FakeEncoder()})
-            poison_pool(engine)
-            return engine
+            return image_engine(t_model, poison_pool, **fields)
 
         return build
 
