@@ -197,6 +197,8 @@ class DecodeProgram:
             return
         if self._captured is not self._tables.entries:  # the first time, or the tables have been widened
             self._graphs.clear()
+            self._news.clear()
+            self._pool = torch.cuda.graph_pool_handle()  # one that no graph uses any longer is gone
             self._captured = self._tables.entries
             self._capture([Variant(size) for size in reversed(self._buckets)])
         if variant not in self._graphs:
@@ -285,7 +287,6 @@ class DecodeProgram:
         self._lists.fill_(-1)
         self._groups.zero_()
         self._groups[0] = torch.arange(self._groups.shape[1], device=self._groups.device)
-        self._pool = self._pool or torch.cuda.graph_pool_handle()
         try:
             with torch.inference_mode():
                 for variant in variants:

@@ -92,7 +92,7 @@ class StepPages:
 
     @property
     def lengths(self) -> Tensor:
-        return self.slots[0, :, 0]
+        return self.slots[0, :, 0].contiguous()  # heads that keep different tokens have slots of their own
 
     @property
     def elements_read(self) -> Tensor:

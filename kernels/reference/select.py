@@ -25,6 +25,7 @@ def page_score(
         fp32 [B, Hkv, P], or [B, Hq, P] for every query head; minus infinity from page ``n_pages - 1`` on.
     """
     assert low.shape == high.shape and low.stride() == high.stride() and low.dtype == high.dtype
+    assert q.stride(2) == low.stride(3) == rows.stride(1) == 1 and n_pages.is_contiguous()
     box_low, box_high = (part[:, layer][rows].float() for part in (low, high))  # [B, P, Hkv, D]
     grouped = q.float().unflatten(1, (low.shape[2], -1))  # [B, Hkv, g, D]
     bound = torch.einsum("bhgd,bphd->bhgp", grouped.clamp(min=0), box_high)
@@ -68,6 +69,8 @@ def page_topk(
         entries: int32 [B, H, S * page_units], the listed pages' entries of the table; 0 (no valid slot) past the count.
         slots: int32 [B, H], tokens on the listed pages: the lengths of a table made of ``entries``.
     """
+    # What Triton's kernel asks for: who passes something else is to hear of it on every backend.
+    assert keep.stride(1) == table.stride(1) == 1 and n_pages.is_contiguous() and lengths.is_contiguous()
     heads, width = scores.shape[1:]
     page = torch.arange(width, device=scores.device)
     exists = page < n_pages[:, None]

@@ -125,7 +125,7 @@ def page_score(
 ) -> Tensor:
     """See ``reference.page_score``."""
     assert low.shape == high.shape and low.stride() == high.stride() and low.dtype == high.dtype
-    assert q.stride(2) == low.stride(3) == rows.stride(1) == n_pages.stride(0) == 1
+    assert q.stride(2) == low.stride(3) == rows.stride(1) == 1 and n_pages.is_contiguous()
     batch, q_heads, head_dim = q.shape
     kv_heads, width = low.shape[2], rows.shape[1]
     group = q_heads // kv_heads

@@ -315,7 +315,7 @@ def page_topk(
     """See ``reference.page_topk``."""
     scores = scores.contiguous()
     batch, heads, width = scores.shape
-    assert keep.stride(1) == table.stride(1) == n_pages.stride(0) == lengths.stride(0) == 1
+    assert keep.stride(1) == table.stride(1) == 1 and n_pages.is_contiguous() and lengths.is_contiguous()
     assert scores.dtype == torch.float32 and table.shape[1] >= width * page_units
     listed = min(most, width)
     tuned = settings.launch("page_topk", "any", scores.device)

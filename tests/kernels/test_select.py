@@ -1,7 +1,7 @@
 """Page score and page top-k of every backend: the bound against brute force, the choice exactly, ties included."""
 
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -300,6 +300,19 @@ def test_reference_choice_is_that_of_a_sort(case):
     args = ranked(case)
     for got, want in zip(reference.page_topk(*args), brute_force(*args), strict=True):
         assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu", pytest.param("triton", marks=interpreted)])
+def test_lengths_that_are_a_column(backend):
+    """Of one sequence a column lies as well as a row does."""
+    several = next(case for case in TOPK if len(case.n_pages) > 1)
+    case = replace(several, n_pages=(max(several.n_pages),))
+    *before, lengths, table, page_tokens, page_units, most = ranked(case)
+    column = torch.stack([lengths, lengths], 1)[:, 0]
+    assert column.stride(0) == 2
+    got = ops.page_topk(*before, column, table, page_tokens, page_units, most, backend)
+    for a, b in zip(got, reference.page_topk(*ranked(case)), strict=True):
+        assert torch.equal(a, b)
 
 
 @interpreted
