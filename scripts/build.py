@@ -124,8 +124,8 @@ def engine(
 
 @cache
 def _spare_collections() -> None:
-    """What is there when the first engine is built, torch, transformers and a model, stays until the end. A full garbage
-    collection that looks through it takes up to a second, in the middle of whatever is being timed."""
+    """What is there when the first engine is built, torch, transformers and a model, stays until the end. A full
+    garbage collection that looks through it takes up to a second, in the middle of whatever is being timed."""
     gc.freeze()
 
 
