@@ -37,6 +37,7 @@ class Batch(NamedTuple):
         labels: int64 [B, L], the token itself where it belongs to an answer or ends it, else ``IGNORED``.
         things, backgrounds: of all images, as ``scene_arrays``.
         images: of each question.
+        alone: every image sees itself only (``DemoModel.forward``).
     """
 
     token_ids: np.ndarray
@@ -44,6 +45,7 @@ class Batch(NamedTuple):
     things: np.ndarray
     backgrounds: np.ndarray
     images: int
+    alone: bool = False
 
 
 class Exam(NamedTuple):
@@ -95,7 +97,15 @@ def collate(
 
 
 def training_step(
-    seed: int, step: int, *, descriptions: float, groups: int, step_images: int, follow_up: int, image_tokens: int
+    seed: int,
+    step: int,
+    *,
+    descriptions: float,
+    groups: int,
+    step_images: int,
+    follow_up: int,
+    image_tokens: int,
+    alone: float = 0.0,
 ) -> list[Batch]:
     """The batches of one step of training, a function of its arguments alone.
 
@@ -104,8 +114,9 @@ def training_step(
         groups: how many of ``GROUPS`` take part, from the first; each gets one batch, of equally many images.
         step_images: images in all.
         follow_up: most questions that follow an answer, about the same images.
+        alone: share of batches whose images see themselves only. What is asked does not depend on it.
     """
-    rng = Random(f"train {seed} {step}")
+    rng, ways = Random(f"train {seed} {step}"), Random(f"ways {seed} {step}")
     batches = []
     for low, high in GROUPS[:groups]:
         images = rng.randint(low, high)
@@ -117,7 +128,8 @@ def training_step(
         ]
         parts = [varied_parts(rng, question.question, images) for question in questions]
         later = [follow_ups(rng, question.scenes, TRAINED, rng.randint(0, follow_up)) for question in questions]
-        batches.append(collate(questions, parts, image_tokens, later))
+        batch = collate(questions, parts, image_tokens, later)
+        batches.append(batch._replace(alone=ways.random() < alone))
     return batches
 
 

@@ -48,7 +48,7 @@ NO_TEXT = {"context_length": 1, "vocab_size": 1, "width": 1, "heads": 1, "layers
 """open_clip's format wants a text tower; the smallest there is."""
 
 
-CAUSAL = "octavo_demo_causal"
+TRAINING_ATTENTION = "octavo_demo"
 """Name of the attention in training. transformers builds no mask for it: the check whether one is needed would wait for
 the device at every batch, and when compiled it would always find that one is."""
 
@@ -98,7 +98,7 @@ class DemoModel(nn.Module):
         super().__init__()
         from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 
-        AttentionInterface.register(CAUSAL, _causal_attention)
+        AttentionInterface.register(TRAINING_ATTENTION, _training_attention)
         self.config = config
         self.tower = OpenClipEncoder.from_config(config.open_clip, seed=seed, layer=LAST)
         shape: dict[str, Any] = {
@@ -113,7 +113,7 @@ class DemoModel(nn.Module):
             "bos_token_id": VOCABULARY[BOS],
             "eos_token_id": VOCABULARY[EOS],
             "pad_token_id": VOCABULARY[PAD],
-            "attn_implementation": CAUSAL,
+            "attn_implementation": TRAINING_ATTENTION,
         }
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -124,7 +124,7 @@ class DemoModel(nn.Module):
         for name, key in (("mean", "mean"), ("deviation", "std")):
             self.register_buffer(name, torch.tensor(preprocessing[key])[:, None, None] * 255, persistent=False)
 
-    def forward(self, token_ids: Tensor, pixels: Tensor, places: Tensor) -> Tensor:
+    def forward(self, token_ids: Tensor, pixels: Tensor, places: Tensor, alone: bool = False) -> Tensor:
         """Logits [B, L, words].
 
         Args:
@@ -133,12 +133,15 @@ class DemoModel(nn.Module):
                 ``OpenClipEncoder.preprocess`` does it.
             places: int64 [I * N], where ``<image>`` stands in the flattened ``token_ids``. It follows from them, but
                 not without waiting for the device.
+            alone: an image's tokens attend to those of the same image only, as ``ZeroCopyReuse(context_tokens=0)``
+                computes it; text attends to all in front of it either way.
         """
         normal = (pixels.permute(0, 3, 1, 2) - self.mean) / self.deviation
         images = self.projector(self.tower(normal))
         words = self.language.get_input_embeddings()(token_ids)
         embeddings = words.flatten(0, 1).index_copy(0, places, images.flatten(0, 1).to(words.dtype)).view_as(words)
-        logits: Tensor = self.language(inputs_embeds=embeddings, use_cache=False).logits
+        each_alone = places.view(len(pixels), self.config.image_tokens) if alone else None
+        logits: Tensor = self.language(inputs_embeds=embeddings, use_cache=False, octavo_alone=each_alone).logits
         return logits
 
 
@@ -270,13 +273,42 @@ def _fuse_norms(module: nn.Module) -> None:
             _fuse_norms(child)
 
 
-def _causal_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, **_: Any
+def _training_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float,
+    octavo_alone: Tensor | None = None,
+    **_: Any,
 ) -> tuple[Tensor, None]:
-    """As ``AttentionInterface`` wants it. Padding comes last, so that being causal is all the mask there is."""
+    """Causal attention, as ``AttentionInterface`` wants it: out [B, L, heads, D] of query [B, heads, L, D], key and
+    value [B, KV heads, L, D]. Padding comes last, so that being causal is all the mask there is.
+
+    Images that are alone, whose N tokens each are at ``octavo_alone`` int64 [I, N] of the flattened [B, L], become rows
+    of their own, [I, heads, N, D]; what comes out replaces what their tokens have read in their places. Keys keep the
+    angles of those places: only differences of positions count. This is the block attention of Ma et al. (arXiv
+    2409.15355) with images for blocks, in two causal passes: a mask [B, L, L] would rule fast kernels out.
+    """
     assert mask is None
+    out = _causal(query, key, value, scaling)
+    if octavo_alone is not None:
+        places = octavo_alone.flatten()
+
+        def rows(tensor: Tensor) -> Tensor:
+            tokens = tensor.transpose(1, 2).flatten(0, 1).index_select(0, places)
+            return tokens.view(*octavo_alone.shape, *tokens.shape[1:]).transpose(1, 2)
+
+        own = _causal(rows(query), rows(key), rows(value), scaling)
+        out = out.flatten(0, 1).index_copy(0, places, own.flatten(0, 1)).view_as(out)
+    return out, None
+
+
+def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    """[B, L, heads, D], contiguous; arguments as of ``_training_attention``."""
     out = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
-    return out.transpose(1, 2).contiguous(), None
+    return out.transpose(1, 2).contiguous()
 
 
 def _bf16(module: nn.Module) -> dict[str, Tensor]:

@@ -63,6 +63,16 @@ RUNS = "training.json"
 """Of a saved folder: its runs, oldest first."""
 
 
+WAYS = {"whole": False, "alone": True}
+"""How images are read -> whether each sees itself only."""
+
+COLUMNS = {
+    **{name: ("right", alone) for name, alone in WAYS.items()},
+    **{shown: (shown, False) for shown in SHOWN if shown != "right"},
+}
+"""Of the model card: what is shown, and whether each image sees itself only."""
+
+
 class Steps(Dataset[list[Batch]]):
     """The batches of step 0, 1, ... of one phase, made wherever they are asked for."""
 
@@ -83,6 +93,7 @@ class Steps(Dataset[list[Batch]]):
             step_images=recipe.step_images,
             follow_up=recipe.follow_up,
             image_tokens=self.image_tokens,
+            alone=recipe.alone,
         )
 
 
@@ -90,7 +101,8 @@ def train(trainer: Trainer, state: State, checkpoint: Path, *, stretch_seconds: 
     """Train on until the recipe's end, or for a stretch; whether the end is reached.
 
     1. Worker processes draw questions; the device draws images.
-    2. Loss and accuracy are looked at every ``exam_every`` steps; the best mean accuracy keeps its weights.
+    2. Loss and accuracy are looked at every ``exam_every`` steps; the best mean accuracy, over all exams with images
+       that see all in front of them and with images that see themselves only, keeps its weights.
     3. The learning rate and the mixture of tasks follow the progress, so a run that is short of time is whole, too.
     """
     recipe, started, before = trainer.recipe, time.monotonic(), state.seconds
@@ -133,7 +145,7 @@ def publish(trainer: Trainer, state: State, folder: Path, exam_size: int, earlie
     assert state.weights is not None, "the end of training always examines"
     rounded = {name: tensor.bfloat16().float() for name, tensor in state.weights.items()}
     trainer.model.load_state_dict(rounded)  # what is examined is what is saved
-    table = {shown: trainer.exams(FINAL_SEED, exam_size, shown) for shown in SHOWN}
+    table = {name: trainer.exams(FINAL_SEED, exam_size, *how) for name, how in COLUMNS.items()}
     device = torch.cuda.get_device_name() if trainer.device.type == "cuda" else "CPU"
     runs = [*earlier, TrainingRun(state.step, state.best_step, round(state.seconds), device, asdict(trainer.recipe))]
     card = model_card(trainer, runs, table, exam_size)
@@ -149,11 +161,14 @@ def examine_folder(folder: Path, size: int, seed: int) -> None:
     """Accuracy through octavo's engine, whole answers and their verdicts; prefix sharing and photographs included."""
     from octavo.core import Engine, EngineConfig
     from octavo.multimodal.demo_exam import engine_exams, photograph_scores, shared_questions
+    from octavo.multimodal.reuse import ZeroCopyReuse
 
     demo = load_demo(folder)
     engine = Engine(demo.model, demo.tokenizer, EngineConfig(), encoders={"image": demo.encoder})
     shared = shared_questions(engine, seed, size)
     scores = {f"{shown} images": engine_exams(engine, seed, size, shown) for shown in SHOWN}
+    alone = Engine(demo.model, demo.tokenizer, EngineConfig(), encoders={"image": demo.encoder}, reuse=ZeroCopyReuse())
+    scores["right images, each alone"] = engine_exams(alone, seed, size)
     there = photographs()
     if there:
         scores[f"photographs: {', '.join(there)}"] = photograph_scores(engine, seed, size)
@@ -185,8 +200,8 @@ def photograph_section(trainer: Trainer, size: int) -> str:
     found = {}
     for name in PHOTOGRAPH_EXAMS:
         questions, images = photograph_exam(name, FINAL_SEED, size)
-        found[name] = len(images[0]), trainer.accuracy(questions, images=images)
-    rows = "\n".join(f"| {name} | {number} | {100 * right:.1f} |" for name, (number, right) in found.items())
+        right = [trainer.accuracy(questions, images=images, alone=alone) for alone in WAYS.values()]
+        found[name] = len(images[0]), right
     shown = ", ".join(f"{name} ({PHOTOGRAPHS[name][0]})" for name in photographs())
     return f"""{SECTION}
 Out of distribution: training has seen no photograph, and the model has no words for what one shows. *On photographs*:
@@ -194,9 +209,7 @@ the things that are asked about lie on one, which is darkened. *Among photograph
 in the answer, and at least one, are photographs as they are. {size} questions each, whole answers. Photographs, and the
 packages that ship them: {shown}.
 
-| task | images | right |
-|---|---|---|
-{rows}
+{_accuracies([*WAYS], found)}
 """
 
 
@@ -211,10 +224,7 @@ def model_card(
     )
     parts = {"tower": trainer.model.tower, "projector": trainer.model.projector, "language": trainer.model.language}
     sizes = ", ".join(f"{name} {sum(p.numel() for p in part.parameters()):,}" for name, part in parts.items())
-    rows = "\n".join(
-        f"| {name} | {EXAMS[name].images} | " + " | ".join(f"{100 * table[shown][name]:.1f}" for shown in SHOWN) + " |"
-        for name in EXAMS
-    )
+    rows = {name: (EXAMS[name].images, [table[column][name] for column in COLUMNS]) for name in EXAMS}
     return f"""---
 license: apache-2.0
 language: en
@@ -247,14 +257,23 @@ engine.generate([demo_prompt([image], "what colour is the circle ?")])
 
 Accuracy in points, {exam_size} questions each, from a seed that neither training nor the choice of weights has used;
 whole answers, greedily; one that says what was seen before what follows (`circle left , ring right , left . yes`) is
-right only if all of it is. *Blank*: the images are empty. *Wrong*: they are those of another question. Six combinations
-of colour and shape are never drawn in training; "new pairs" are questions about these alone. Measured as in training;
+right only if all of it is. *Whole*: an image's tokens have read all that is in front of them. *Alone*: they have read
+their image only, as under `ZeroCopyReuse(context_tokens=0)`, so that its KV serves behind any text. *Blank*: the images
+are empty; *wrong*: they are those of another question; both are read whole. Six combinations of colour and shape are
+never drawn in training; "new pairs" are questions about these alone. Measured as in training;
 `python -m octavo.scripts.train_demo --examine` measures through the engine, what follows apart.
 
-| task | images | right | blank | wrong |
-|---|---|---|---|---|
-{rows}
+{_accuracies([*COLUMNS], rows)}
 """
+
+
+def _accuracies(columns: Sequence[str], rows: Mapping[str, tuple[int, Sequence[float]]]) -> str:
+    """A table of exams: how many images each is about, and accuracy by column, as shares in points."""
+    head = f"| task | images | {' | '.join(columns)} |\n|---|---|{'---|' * len(columns)}\n"
+    return head + "\n".join(
+        f"| {name} | {images} | {' | '.join(f'{100 * share:.1f}' for share in shares)} |"
+        for name, (images, shares) in rows.items()
+    )
 
 
 def _loaded(steps: Steps, workers: int) -> Iterator[list[Batch]]:
@@ -268,13 +287,16 @@ def _as_they_are(batches: list[Batch]) -> list[Batch]:
 
 
 def _examine(trainer: Trainer, state: State) -> None:
-    found = trainer.exams(EXAM_SEED, trainer.recipe.exam_size)
-    score = sum(found.values()) / len(found)
+    found = {way: trainer.exams(EXAM_SEED, trainer.recipe.exam_size, alone=alone) for way, alone in WAYS.items()}
+    means = {way: sum(own.values()) / len(own) for way, own in found.items()}
+    score = sum(means.values()) / len(means)
     if score > state.score:
         state.score, state.best_step = score, state.step
         state.weights = {name: tensor.cpu().clone() for name, tensor in trainer.model.state_dict().items()}
-    accuracies = ", ".join(f"{name} {100 * accuracy:.0f}" for name, accuracy in found.items())
-    _say(f"step {state.step} {state.seconds:.0f} s mean accuracy {100 * score:.1f}: {accuracies}")
+    _say(f"step {state.step} {state.seconds:.0f} s mean accuracy {100 * score:.1f}")
+    for way, own in found.items():
+        accuracies = ", ".join(f"{name} {100 * accuracy:.0f}" for name, accuracy in own.items())
+        _say(f"  {way} {100 * means[way]:.1f}: {accuracies}")
 
 
 def _save_checkpoint(path: Path, trainer: Trainer, state: State) -> None:

@@ -186,9 +186,9 @@ def learnt():
     before = trainer.step([batch], recipe.rate(0, 0.0)).item()
     for step in range(1, 400):
         loss = trainer.step([batch], recipe.rate(step, 0.0)).item()
-        if loss < 0.03:
+        if loss < 0.01:  # an answer whose words are not all the likeliest adds at least ln 2 / 64 = 0.0108
             break
-    assert loss < 0.03 < 1 < before
+    assert loss < 0.01 < 1 < before
     return trainer, questions
 
 

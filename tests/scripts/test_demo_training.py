@@ -48,8 +48,10 @@ def test_a_run_writes_the_model_and_a_card_with_its_numbers(run, capsys):
     assert card in capsys.readouterr().out
     for name in ("colour", "compare"):
         assert f"\n| {name} | {EXAMS[name].images} | " in card
-    assert '"steps": 6' in card and "\n| training | 6 steps, the weights of step " in card
+    assert "\n| task | images | whole | alone | blank | wrong |\n|---|---|---|---|---|---|\n| colour | 1 | " in card
+    assert '"alone": 0.5' in card and '"steps": 6' in card and "\n| training | 6 steps, the weights of step " in card
     before, photographs = card.split("\n## Photographs\n")
+    assert "\n| task | images | whole | alone |\n|---|---|---|---|\n| colour, on photographs | 1 | " in photographs
     assert "admiral (matplotlib)" in photographs and "\n| in image k of 4, among photographs | 4 | " in photographs
     run("whole", "--photographs", "--final-size", "3")
     again = (folder / "README.md").read_text()
