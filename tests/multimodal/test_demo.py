@@ -25,9 +25,10 @@ from octavo.multimodal.demo_tokenizer import (
     token_ids,
 )
 from octavo.multimodal.demo_training import Recipe, Trainer, answer_loss, answered
+from octavo.multimodal.reuse import ZeroCopyReuse
 from octavo.multimodal.scenes_follow_ups import Exchange
 from octavo.multimodal.scenes_prompts import prompt_parts, words
-from octavo.multimodal.scenes_render import draw
+from octavo.multimodal.scenes_render import draw, render
 
 TINY = DemoConfig(
     patch=24, tower_width=64, tower_layers=1, hidden=64, inner=128, layers=2, heads=4, kv_heads=2, max_tokens=512
@@ -134,6 +135,20 @@ def test_steps_are_a_function_of_seed_and_number():
     assert (descriptions[0].labels[0] != IGNORED).sum() >= 6
 
 
+def test_how_images_are_read_is_drawn_apart_from_what_is_asked():
+    def made(step, alone):
+        return training_step(
+            0, step, descriptions=0.5, groups=4, step_images=16, follow_up=1, image_tokens=4, alone=alone
+        )
+
+    for step in range(20):
+        for whole, mixed, alone in zip(made(step, 0.0), made(step, 0.5), made(step, 1.0), strict=True):
+            assert not whole.alone and alone.alone
+            assert all(np.array_equal(a, b) for a, b in zip(whole[:5], mixed[:5], strict=True))
+    share = np.mean([batch.alone for step in range(50) for batch in made(step, 0.25)])
+    assert 0.15 < share < 0.35
+
+
 def test_the_longest_training_prompt_fits_the_model():
     longest = max(
         batch.token_ids.shape[1]
@@ -146,6 +161,65 @@ def test_the_longest_training_prompt_fits_the_model():
 @pytest.mark.parametrize("name", EXAMS)
 def test_exams_repeat_and_differ_by_seed(name):
     assert exam_questions(name, 1, 4) == exam_questions(name, 1, 4) != exam_questions(name, 2, 4)
+
+
+# Images that see themselves only
+
+LAYOUTS = {
+    "one, behind the first token": [[0, "question : what colour is the circle ? answer :"]],
+    "apart": [["image 1 :", 0, "image 2 :", 1, "question : which image has more objects ? answer :"]],
+    "adjacent": [["look at it closely .", 0, 1, 2, "take your time .", 3, "answer :"]],
+    "rows of several lengths": [
+        ["question : how many objects ?", 0, 1, "answer :"],
+        ["image 1 :", 2, "image 2 :", 3, "question : how many red circles in image 2 ? answer :"],
+    ],
+}
+"""Prompts of one batch: text, and numbers of images."""
+
+
+@pytest.fixture(scope="module")
+def asked():
+    """A model that is not as indifferent to what it attends to as fresh weights are, and a question on four images."""
+    model = DemoModel(TINY).eval()
+    with torch.no_grad():
+        for name, weight in model.language.named_parameters():
+            if "proj" in name:
+                weight.mul_(8)
+    return model, exam_questions("in image k of 4", 3, 1)[0]
+
+
+@torch.no_grad()
+def trained_logprobs(model, question, layout, alone):
+    """[B, L, words], as training computes them."""
+    batch = collate([question] * len(layout), layout, TINY.image_tokens)
+    places = np.flatnonzero(batch.token_ids == VOCABULARY[IMAGE])
+    pixels = render(torch.from_numpy(batch.things), torch.from_numpy(batch.backgrounds))
+    return model(torch.from_numpy(batch.token_ids), pixels, torch.from_numpy(places), alone).log_softmax(-1)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("alone", [False, True], ids=["whole", "alone"])
+def test_training_reads_images_as_the_engine_does(alone, layout, asked, tokenizer):
+    """Alone: as under ``zero_copy`` without context, when images are computed and when they are found."""
+    model, question = asked
+    reuse = ZeroCopyReuse(context_tokens=0) if alone else None
+    config = EngineConfig(pool_tokens=1024)
+    engine = Engine(model.language, tokenizer, config, encoders={"image": load_parts(model)}, reuse=reuse)
+    trained = trained_logprobs(model, question, layout, alone)
+    other = trained_logprobs(model, question, layout, not alone)
+    images = draw(question.scenes)
+    prompts = [[part if isinstance(part, str) else images[part] for part in parts] for parts in layout]
+    for asks in ({"prompt_logprobs": 8}, {}):
+        for row, completion in enumerate(engine.generate(prompts, SamplingParams(max_tokens=1, logprobs=8, **asks))):
+            entries = [*(completion.prompt_logprobs or [None] * len(completion.prompt_token_ids))[1:]]
+            entries += completion.samples[0].logprobs
+            told = {at: entry for at, entry in enumerate(entries) if entry is not None}
+            assert max(told) == len(completion.prompt_token_ids) - 1 and len(told) >= (3 if asks else 1)
+            for at, entry in told.items():
+                for token, logprob in entry.items():
+                    assert logprob == pytest.approx(trained[row, at, token].item(), abs=1e-4), at
+            assert (trained[row, max(told)] - other[row, max(told)]).abs().max() > 0.01
+        engine.check()
 
 
 # Learning
