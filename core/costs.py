@@ -81,8 +81,9 @@ def predict_decode(
     )
 
 
-def dense_units(tokens: Count, window: int, unit_tokens: int) -> Count:
+def dense_units(tokens: Count, window: Count | int, unit_tokens: int) -> Count:
     """Units of one KV head that a query sees, itself included, with ``tokens`` in the cache: a number, or an array of
-    them."""
-    first = (tokens > window) * (tokens - window) // unit_tokens if window else 0 * tokens
+    them. A ``window`` of 0 is none; an array of windows has no 0 in it."""
+    whole = isinstance(window, int) and not window
+    first = 0 * tokens if whole else (tokens > window) * (tokens - window) // unit_tokens
     return -(-tokens // unit_tokens) - first

@@ -26,6 +26,7 @@ from octavo.core.execution.forking import fork_samples
 from octavo.core.execution.publisher import Publisher
 from octavo.core.execution.sampler import Draw, record_known, sample
 from octavo.core.execution.step_runner import StepRunner
+from octavo.core.execution.verification import Verification, take_verified
 from octavo.core.hf_model import HFModel, load
 from octavo.core.inspection import capacity_report
 from octavo.core.inspection.counters import engine_stats
@@ -297,14 +298,22 @@ class Engine:
 
     def _plan_ahead(self) -> StepPlan | None:
         """The next step's plan, if it is sure before the tokens of the last one are read: all that decoded in it and
-        whose bounds allow one more token decode again, and nobody else has anything to do."""
-        if self._flight is None or (self.recorder is not None and self.recorder.reads_tokens):
+        whose bounds allow one more token decode again, or verify their drafts, and nobody else has anything to do.
+        Where the last one has verified drafts, they are read first, and the next round is as sure."""
+        flight, verification = self._flight, None
+        if flight is None or (self.recorder is not None and self.recorder.reads_tokens):
             return None
-        alive = self._flight.batch.alive()
-        batch = alive.following()
+        if flight.verification is not None:  # where all go on depends on it
+            self._flight = None
+            batch = take_verified(self, flight)
+            running = 0 if batch is None else len(batch)
+        else:
+            alive = flight.batch.alive()
+            verification = Verification.behind(alive, self.config.step_tokens)
+            batch, running = alive.following() if verification is None else verification.batch, len(alive)
         if batch is None or not self._runner.carries(batch):
             return None
-        return self._scheduler.decode(batch, len(alive))
+        return self._scheduler.decode(batch, running, verification)
 
     def _look_ahead(self, plan: StepPlan) -> None:
         """Let the device begin the next step, and only then read the tokens of the last one.
@@ -312,16 +321,18 @@ class Engine:
         Who turns out to have ended with its token has been computed once too often; nobody sees what came of it.
         """
         before = self._flight
-        assert before is not None
         self._runner.copies.queue(plan.copies)
         self._launch(plan)
-        self._land(before)
+        if before is not None:
+            self._land(before)
+        if plan.verification is not None:
+            plan.verification.foresee()  # while the device computes it
 
     def _launch(self, plan: StepPlan) -> None:
         assert plan.batch is not None
         self._flight = self._runner.launch(plan, self._scheduler)
         self._steps += 1
-        plan.batch.settle()
+        (plan.verification or plan.batch).settle()
 
     def _land_pending(self) -> None:
         """Let nothing be under way."""
@@ -331,6 +342,9 @@ class Engine:
 
     def _land(self, flight: Flight) -> None:
         """Read a flight's tokens and make news of them."""
+        if flight.verification is not None:
+            take_verified(self, flight)
+            return
         batch, tokens = flight.batch, self._runner.land(flight)
         looks, drafting = batch.needs_look(tokens).tolist(), batch.drafting.tolist()
         landed = []

@@ -11,6 +11,7 @@ import numpy as np
 from octavo.core.config import EngineConfig
 from octavo.core.encoding.sources import find_nodes, lent_entries, place_loans
 from octavo.core.execution.decode_batch import DecodeBatch
+from octavo.core.execution.verification import Verification
 from octavo.core.inspection.trace_recorder import TraceRecorder
 from octavo.core.memory.block_table import append_pages
 from octavo.core.memory.host_tier import HostTier
@@ -93,8 +94,8 @@ class Scheduler:
         parked until then. If its pages are lost all the same, its second turn ends admission for whoever comes later.
 
         A sequence that drafts (``octavo.core.execution.drafts``) goes on one token at a time behind ``computed``, and
-        then computes all of these again as one chunk. When one verifies, all whose rounds are as long do, so that they
-        stay in step with one another.
+        then computes all of these again as one chunk. When one verifies, all whose rounds are as long do, and who has
+        no draft yet decodes without, so that they stay in step with one another.
 
         An image whose tokens see one another is computed in one step. Where it does not fit into what is left of a
         step it waits, and as its sequence was then served least recently, it comes first in the next; a sequence that
@@ -114,7 +115,7 @@ class Scheduler:
         admitting = True
         due = {s.drafts.most for s in self.running if s.drafts.tokens and not s.drafting}
         for s in self.running if due else []:
-            s.drafts.called |= bool(s.drafts.tokens) and s.drafts.most in due
+            s.drafts.called |= s.drafts.most in due
 
         def turn(s: Sequence) -> tuple[int, ...]:
             return -s.request.priority, s in waiting, 0 if s in waiting else s.served_at, *_age(s)
@@ -165,26 +166,35 @@ class Scheduler:
             self.recorder.planned(self._pool.evictions)
         return plan
 
-    def decode(self, batch: DecodeBatch, running: int) -> StepPlan | None:
+    def decode(self, batch: DecodeBatch, running: int, verification: Verification | None = None) -> StepPlan | None:
         """The plan that ``schedule`` would make if it is this batch and nothing else, without looking around: nobody
-        waits, no more than ``running`` sequences run, and there is room. None if it is not.
+        waits, no more than ``running`` sequences run, and there is room. None if it is not. The batch may be the last
+        tokens of a ``verification``; traces are taken of those that ``schedule`` has planned.
 
         Most sequences have room in their last page, and there is nothing to do for those.
         """
         if self.waiting or len(self.running) != running:
             return None
+        counts = np.ones(len(batch), np.int64)
+        if verification is not None:
+            if self.recorder is not None:
+                return None
+            counts += verification.drafts
+            verification.call()
         turning = batch.turning
         fresh = np.array([self._is_fresh(batch.sequences[member]) for member in turning.tolist()], np.bool_)
-        growing, others = turning[fresh], [batch.sequences[member] for member in turning[~fresh].tolist()]
+        growing, others = turning[fresh], [(batch.sequences[m], int(counts[m])) for m in turning[~fresh].tolist()]
         units = len(growing) * self._page_units
-        if units + sum(sequence.units_for(1) for sequence in others) > self._pool.available:
+        if units + sum(sequence.units_for(count) for sequence, count in others) > self._pool.available:
             return None
         assert self.recorder is None or not self.recorder.reads_tokens, "some tokens are not known yet"
         self._step += 1
         self._pool.book.clock = self._step
         if self.recorder is not None:
             self.recorder.stepping(self._step, self._pool.evictions)
-        plan = StepPlan(batch=batch, ahead=True, changed=others)
+        plan = StepPlan(
+            batch=batch, verification=verification, ahead=True, changed=[sequence for sequence, _ in others]
+        )
         if len(growing):
             self._pool.prepare(units)
             members = [batch.sequences[member] for member in growing.tolist()]
@@ -193,12 +203,12 @@ class Scheduler:
             for sequence in members:
                 sequence.writable += self._page_tokens
             batch.turns[growing] += self._page_tokens
-        for sequence in others:
+        for sequence, count in others:
             sequence.drop_unseen()
-            self._pool.prepare(sequence.units_for(1))
-            self._take_pages(sequence, 1, plan)
+            self._pool.prepare(sequence.units_for(count))
+            self._take_pages(sequence, count, plan)
         if others:
-            batch.turns[turning[~fresh]] = [sequence.turn for sequence in others]
+            batch.turns[turning[~fresh]] = [sequence.turn for sequence, _ in others]
         for sequence in batch.sequences:
             sequence.served_at = self._step
         if self.recorder is not None:

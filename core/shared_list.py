@@ -61,6 +61,9 @@ class SharedList(Sequence[T]):
     def append(self, item: T) -> None:
         self._own.append(item)
 
+    def extend(self, items: list[T]) -> None:
+        self._own += items
+
     def fork(self) -> SharedList[T]:
         """A list of the same items; what this one has of its own so far is shared from now on."""
         if self._own:

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.core.execution.decode_batch import DecodeBatch
+from octavo.core.execution.verification import Verification
 from octavo.core.memory.page_pool import Pages, Units
 from octavo.core.sequence import Sequence
 
@@ -67,8 +68,9 @@ class StepPlan:
     their images are to be computed.
 
     ``batch`` says the same as ``chunks``, which may be missing then, where every one is a token that the device decodes
-    by replay. ``ahead``: it was planned while the tokens of the step before are not known yet; then only the tables of
-    the ``changed`` sequences have changed since that step, and those that ``growth`` tells of."""
+    by replay; or where it is the last of some that are verified. ``ahead``: it was planned without looking around, so
+    that only the tables of the ``changed`` sequences have changed since the last step, and those that ``growth`` tells
+    of."""
 
     chunks: list[Chunk] = field(default_factory=list)
     copies: list[Units] = field(default_factory=list)
@@ -76,6 +78,7 @@ class StepPlan:
     stranded: list[Sequence] = field(default_factory=list)
     compared: list[Sequence] = field(default_factory=list)
     batch: DecodeBatch | None = None
+    verification: Verification | None = None
     ahead: bool = False
     changed: list[Sequence] = field(default_factory=list)
     growth: Growth | None = None

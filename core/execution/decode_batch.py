@@ -33,8 +33,12 @@ class DecodeBatch:
         turns      int64 [n]       the first position at which pages are taken or let go of (``Sequence.turn``)
         stops      int64 [n]       the first position that is never computed, since the token there is the last
         halts      int64 [n]       the first position that waits for the tokens in front of it: where drafts begin, or
-                                   are verified
-        closely    bool  [n]       each token needs a look: as text, for a marker, or since drafts may follow
+                                   the last of a round is verified
+        rounds     int64 [n]       where its round of drafts has begun: the first token whose KV is not exact
+        most       int64 [n]       drafts of a whole round, 0 where nobody drafts
+        limits     int64 [n]       tokens of the prompt and the longest sample
+        drawn      bool  [n]       nothing but its tokens has to come to the host when they are no drafts
+        closely    bool  [n]       each token needs a look: as text, for a marker, or since drafts may begin
         ending     int64 [n, k]    tokens that end it, filled up with -1
         chooser    int64 [n]       which of ``methods`` chooses the pages that it reads; 0, which is None, reads all
         whole      int64 [n]       so many tokens are read whole all the same
@@ -47,6 +51,10 @@ class DecodeBatch:
     turns: NDArray[np.int64]
     stops: NDArray[np.int64]
     halts: NDArray[np.int64]
+    rounds: NDArray[np.int64]
+    most: NDArray[np.int64]
+    limits: NDArray[np.int64]
+    drawn: NDArray[np.bool_]
     closely: NDArray[np.bool_]
     ending: NDArray[np.int64]
     chooser: NDArray[np.int64]
@@ -74,14 +82,16 @@ class DecodeBatch:
                     sequence.turn,
                     NEVER if chunk.draft else request.limit - 1,
                     halt,
+                    sequence.computed,
+                    drafts.most if chunk.draft else 0,
+                    request.limit,
                     list(methods).index(name),
                     0 if method is None or chunk.draft else whole_tokens(method),
                 )
             )
-        starts, prompts, turns, stops, halts, chooser, whole = np.array(rows, np.int64).T.copy()
+        starts, prompts, turns, stops, halts, rounds, most, limits, chooser, whole = np.array(rows, np.int64).T.copy()
         members = [chunk.sequence for chunk in chunks]
-        most = max(len(s.request.ending) for s in members)
-        ending = np.full((len(chunks), most), -1, np.int64)
+        ending = np.full((len(chunks), max(len(s.request.ending) for s in members)), -1, np.int64)
         for row, sequence in enumerate(members):
             ending[row, : len(sequence.request.ending)] = list(sequence.request.ending)
         return cls(
@@ -92,7 +102,11 @@ class DecodeBatch:
             turns=turns,
             stops=stops,
             halts=halts,
-            closely=np.array([s.is_followed or s.drafts.rule is not None for s in members]),
+            rounds=rounds,
+            most=most,
+            limits=limits,
+            drawn=np.array([s.request.draws_on_device for s in members]),
+            closely=np.array([c.sequence.is_followed or (c.sequence.drafts.most > 0 and not c.draft) for c in chunks]),
             ending=ending,
             chooser=chooser,
             whole=whole,
@@ -105,21 +119,22 @@ class DecodeBatch:
     def alive(self) -> DecodeBatch:
         """Without those that have ended since."""
         reasons = [sequence.finish_reason for sequence in self.sequences]
-        return self._only(np.array([reason is None for reason in reasons])) if any(reasons) else self
+        return self.only(np.array([reason is None for reason in reasons])) if any(reasons) else self
 
     def following(self) -> DecodeBatch | None:
         """The next tokens of those that have one; None if there are none, or if the host must first read the tokens of
         this batch."""
         moved = copy(self)
         moved.starts = self.starts + 1
-        if (moved.starts >= self.halts).any():
-            return None
         going = moved.starts < self.stops
-        if going.all() and len(going):
-            return moved
-        return moved._only(going) if going.any() else None
+        if (going & (moved.starts >= self.halts)).any():
+            return None
+        return moved.only(going) if going.any() else None
 
-    def _only(self, which: NDArray[np.bool_]) -> DecodeBatch:
+    def only(self, which: NDArray[np.bool_]) -> DecodeBatch:
+        """Some of its members; the very same batch if all of them."""
+        if which.all():
+            return self
         columns = {f.name: getattr(self, f.name)[which] for f in fields(self) if f.name not in ("sequences", "methods")}
         kept = [sequence for sequence, stays in zip(self.sequences, which.tolist(), strict=True) if stays]
         return replace(self, sequences=kept, **columns)

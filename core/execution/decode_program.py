@@ -23,6 +23,9 @@ read on the device, and padded to a bucket of its own::
     dense           [0 3 4 -1]          q of rows 0, 3, 4 -> attention over whole tables
     quest           [1 6]               q of rows 1, 6    -> selection, attention over what it chose
     everything else runs over all rows at once
+
+A step that verifies drafts is such a program too (``verify_program.py``), with graphs a bucket of rows and number of
+places.
 """
 
 from __future__ import annotations
@@ -42,6 +45,7 @@ from octavo.core.execution.attention import DecodeGroup, PagedStep
 from octavo.core.execution.decode_state import DecodeState
 from octavo.core.execution.device_tables import DeviceTables
 from octavo.core.execution.page_view import StepPages
+from octavo.core.execution.verify_program import VerifyProgram
 from octavo.core.hf_model import HFModel
 from octavo.core.interfaces import SparseMethod
 from octavo.core.memory.digests import DigestStore
@@ -77,7 +81,8 @@ class Variant:
     """Which program: rows of the batch; whether some share a run of their tables; or the sparse method of all rows,
     with the pages that its longest table may have and the digests it reads. Methods of one composition are one.
 
-    ``sets``: or several such, each over a list of so many of the rows."""
+    ``sets``: or several such, each over a list of so many of the rows. ``places``: or it verifies drafts, and each row
+    has so many tokens."""
 
     rows: int
     shared: bool = False
@@ -86,6 +91,7 @@ class Variant:
     method: SparseMethod | None = field(default=None, compare=False)
     digests: DigestStore | None = field(default=None, compare=False)
     sets: tuple[Variant, ...] = ()
+    places: int = 0
 
 
 @dataclass(frozen=True)
@@ -120,6 +126,7 @@ class DecodeProgram:
         self._tables = tables
         self._buckets = buckets(max_seqs)
         self.state = DecodeState(max_seqs, model.spec.vocab_size, kv.device)
+        self._verify = VerifyProgram(model, kv, plan, backend, tables, self.state)
         self._page_tokens = page_tokens
         self._lists = torch.full((MOST_SETS, max_seqs), -1, dtype=torch.int64, device=kv.device)
         self._groups = torch.zeros((4, max_seqs + 1), dtype=torch.int32, device=kv.device)
@@ -177,6 +184,14 @@ class DecodeProgram:
             self._told_lists = listed
         return self._replay(variant)
 
+    def verify_step(self, rows: NDArray[np.int64], drafts: NDArray[np.int64], asked: NDArray[np.int64]) -> Tensor:
+        """Verify the drafts of ``rows``, which are all that the state has been told of (``VerifyProgram.tell``). Gives
+        news int64 [2 * places, bucket]. The state stays as it is."""
+        variant = Variant(self.bucket(int(rows.max()) + 1), places=asked.shape[1])
+        self._verify.tell(rows, drafts, asked)
+        self._prepare(variant)
+        return self._replay(variant)
+
     def _tell_runs(self, runs: NDArray[np.int32], rows: Sequential[int], bucket: int) -> None:
         """Let the groups be those of ``runs``, whose sequences are in ``rows``. They stay while the same decode."""
         told, told_rows, told_bucket = self._told_runs
@@ -212,6 +227,8 @@ class DecodeProgram:
         return self._news[variant]
 
     def _run(self, variant: Variant) -> Tensor:
+        if variant.places:
+            return self._verify.run(variant.rows, variant.places)
         state, fields, entries, batch = self.state, self.state.fields, self._tables.entries, variant.rows
         rows = state.rows[:batch]
         ids, positions, q_pos, slots, slot_counts = ops.step_decode(

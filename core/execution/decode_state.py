@@ -16,6 +16,7 @@ from octavo.core.uploads import upload
 
 FLOATS = ("temperature", "top_p", "min_p")
 INTS = ("tokens", "seeds", "draws", "method_seeds", "lengths", "top_k")
+UNKNOWN = -1
 
 
 class DecodeState:
@@ -43,6 +44,7 @@ class DecodeState:
         self._decoding: NDArray[np.int64] = np.empty(0, np.int64)
         self._known: dict[Sequence, int] = {}
         self._at = np.zeros(rows, np.int64)
+        self._before = np.zeros(rows, np.int64)
 
     def forget(self) -> None:
         """The rows may hold anything: write them anew before the next step."""
@@ -64,12 +66,12 @@ class DecodeState:
         rows = np.array([self._known[sequence] for sequence in batch.sequences])
         return np.array_equal(self._at[rows], batch.starts)
 
-    def bring_in(self, batch: DecodeBatch, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Make the state what a step over a batch in ``rows`` int64 [n] needs; gives which of them it did not know."""
+    def bring_in(self, batch: DecodeBatch, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Make the state what a step over a batch in ``rows`` int64 [n] needs. Gives int64 [n], for each the position
+        from which it has come, in a step or in a round of drafts; 0 for those that it did not know."""
         known = self._at[rows] == batch.starts
         if batch.sequences is not self._sequences or rows is not self._decoding:
-            before = [self._known.get(sequence, -1) for sequence in batch.sequences]
-            known &= np.array(before) == rows
+            known &= np.array([self._known.get(sequence, -1) for sequence in batch.sequences]) == rows
             self._known = dict(zip(batch.sequences, rows.tolist(), strict=True))
             if not np.array_equal(rows, self._decoding):
                 decoding = np.full(len(self.rows), -1, np.int32)
@@ -78,9 +80,30 @@ class DecodeState:
             self._sequences, self._decoding = batch.sequences, rows
         if not known.all():
             self._write(batch, rows, np.flatnonzero(~known))
-        self._at[rows] = batch.starts + 1
-        fresh: NDArray[np.bool_] = ~known
-        return fresh
+        before = np.where(known, self._before[rows], 0)
+        self._before[rows], self._at[rows] = batch.starts, batch.starts + 1
+        return before
+
+    def verify(self, batch: DecodeBatch, rows: NDArray[np.int64]) -> None:
+        """The same of a step that verifies drafts, which end where the batch stands. Where they go on from is not
+        known before ``resume``."""
+        self.bring_in(batch, rows)
+        self._at[rows] = UNKNOWN
+
+    def resume(
+        self,
+        rows: NDArray[np.int64],
+        rounds: NDArray[np.int64],
+        starts: NDArray[np.int64],
+        tokens: NDArray[np.int64],
+        draws: NDArray[np.int64],
+    ) -> None:
+        """Rounds of drafts that began at ``rounds`` are verified: their sequences go on at ``starts``, with these last
+        tokens and numbers of draws, all int64 [n]."""
+        places, *columns = upload(np.stack([rows, starts, tokens, draws]), self._device)
+        for name, column in zip(("lengths", "tokens", "draws"), columns, strict=True):
+            self.fields[name].index_copy_(0, places, column.to(self.fields[name].dtype))
+        self._before[rows], self._at[rows] = rounds, starts
 
     def move(self, moves: Sequential[tuple[int, int]]) -> None:
         """Rows have been moved: (from, to)."""
@@ -88,7 +111,7 @@ class DecodeState:
         source, target = upload(sources, self._device), upload(targets, self._device)
         for field in self.fields.values():
             field[target] = field[source]
-        self._at[targets] = self._at[sources]
+        self._at[targets], self._before[targets] = self._at[sources], self._before[sources]
         to = dict(moves)
         self._known = {sequence: to.get(row, row) for sequence, row in self._known.items()}
         self._sequences = []

@@ -21,11 +21,14 @@ they are drawn at random too: the noise of a draw depends on the seed and on the
 
 A sequence whose room is short drops its drafts and goes on with one dense token: drafts preempt nobody. Pages hold
 exact KV up to ``computed``, and only such pages are published, digested for good, or kept when the sequence ends.
+
+Where decode steps are replayed, whole rounds are: ``verification.py``.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import takewhile
 from random import Random
 from typing import TYPE_CHECKING
 
@@ -91,6 +94,15 @@ class Drafts:
         """A new round."""
         self.tokens, self.called = [], False
 
+    def foreseen(self, count: int, seed: int, known: int) -> int:
+        """How many of ``count`` drafts behind ``known`` tokens will be right; -1 if that is not forced. ``seed`` is the
+        sequence's."""
+        forced = None if self.rule is None else self.rule.forced_acceptance
+        if forced is None:
+            return -1
+        right = (Random(draw_seed(seed, known + at)).random() < forced for at in range(count))
+        return sum(1 for _ in takewhile(bool, right))
+
     def judge(self, drawn: int, seed: int) -> tuple[int, bool]:
         """The token that stands where the full cache has ``drawn``, and whether that is the first draft, which is one
         no more; if it is not, the round is over. Forced acceptance draws from ``seed``."""
@@ -104,6 +116,11 @@ class Drafts:
         if not right:
             self.begin()
         return draft if right else drawn, right
+
+
+def draw_seed(seed: int, known: int) -> int:
+    """What forced acceptance draws from, for the draft behind ``known`` tokens of a sequence with this seed."""
+    return seed * 1_000_003 + known
 
 
 def take_drawn(engine: Engine, draws: list[Draw], drawn: Drawn) -> None:
@@ -122,7 +139,7 @@ def take_drawn(engine: Engine, draws: list[Draw], drawn: Drawn) -> None:
         if draw.drafts:  # the draft in front was right, so its KV stands
             sequence.computed = len(sequence.tokens)
             engine._publisher.publish([sequence])
-        token, right = sequence.drafts.judge(token, sequence.seed * 1_000_003 + len(sequence.tokens))
+        token, right = sequence.drafts.judge(token, draw_seed(sequence.seed, len(sequence.tokens)))
         if logprobs is not None:
             sequence.sample_logprobs.append(logprobs)
         sequence.tokens.append(token)

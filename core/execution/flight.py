@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.core.execution.decode_batch import DecodeBatch
+from octavo.core.execution.verification import Verification
 from octavo.core.step_plan import Chunk
 from octavo.core.uploads import Download
 
@@ -23,8 +24,9 @@ class Row:
 @dataclass(frozen=True)
 class Flight:
     """A step that the device has been given and whose tokens nobody has read: the news of member i of the batch (as
-    ``DecodeProgram`` gives them) are in column ``rows[i]``."""
+    ``DecodeProgram`` gives them) are in column ``rows[i]``. In a ``verification`` a member has a token a place."""
 
     batch: DecodeBatch
     rows: NDArray[np.int64]
     news: Download
+    verification: Verification | None = None

@@ -100,11 +100,16 @@ class ReadAccounts:
             sequence.prefill_bytes_read += blocks.pages_read * self._page_tokens * self._head_bytes
             sequence.prefill_scoring_bytes_read += blocks.blocks.elements_read * self._itemsize
 
+    def verified(self, ends: NDArray[np.int64], queries: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Bytes of K and V int64 [n] that replayed chunks of so many queries have read, each up to token ``ends``
+        (exclusive)."""
+        return self._whole(ends, queries)
+
     def spared(self, slots: int) -> None:
         """A replayed step has spared so many slots in each layer without a window."""
         self.bytes_spared += self._windows[0] * slots * self._row_bytes
 
-    def _whole(self, ends: Count, queries: int = 1) -> Count:
+    def _whole(self, ends: Count, queries: Count | int = 1) -> Count:
         """Bytes of the units that so many queries see, the last of which are at ``ends - 1``, in all layers."""
         units = 0 * ends
         for window, layers in self._windows.items():

@@ -15,6 +15,7 @@ from octavo.core.execution.device_tables import DeviceTables
 from octavo.core.execution.flight import Flight
 from octavo.core.execution.read_accounts import ReadAccounts
 from octavo.core.execution.shared_runs import RunFinder, SharedRuns
+from octavo.core.execution.verification import Verification
 from octavo.core.interfaces import SparseMethod
 from octavo.core.memory.digests import DigestStore
 from octavo.core.sequence import Sequence
@@ -93,18 +94,18 @@ class Replayer:
             stays = lineup is not None and lineup.sequences is batch.sequences and not lineup.gaps
             if lineup is None or not stays or not (choosers is lineup.choosers or (choosers == lineup.choosers).all()):
                 lineup, stays = self._line_up(batch, choosers, running), False
-            comes_in = self.program.state.bring_in(batch, lineup.rows)
+            came_from = self.program.state.bring_in(batch, lineup.rows)
             if not stays:
                 before, self._under = self._under, {}
                 for under in lineup.sets:
                     name = composition(under.method)
-                    comes_in[under.numbers] |= [before.get(sequence) != name for sequence in under.sequences]
+                    came_from[under.numbers] *= [before.get(sequence) == name for sequence in under.sequences]
                     self._under |= dict.fromkeys(under.sequences, name)
             dense = next((under for under in lineup.sets if under.method is None), None)
             shared = None
             if dense is not None and self._runs is not None:
                 shared = self._runs.find(dense.sequences, batch.starts[dense.numbers])
-            sets = [self._row_set(batch, under, comes_in, shared if under is dense else None) for under in lineup.sets]
+            sets = [self._row_set(batch, under, came_from, shared if under is dense else None) for under in lineup.sets]
             flight = Flight(batch, lineup.rows, Download(self.program.launch(sets)))
         except BaseException:
             self.forget()
@@ -114,13 +115,37 @@ class Replayer:
             self._accounts.spared(shared.spared)
         return flight
 
+    def verify(self, verification: Verification) -> Flight:
+        """The same of the drafts behind the last flight, the last of which the host does not know yet. Who decodes, and
+        under which method, stays as it was for the step behind it."""
+        batch, lineup = verification.batch, self._lineup
+        try:
+            stays = lineup is not None and lineup.sequences is batch.sequences
+            rows = lineup.rows if lineup is not None and stays else self._tables.rows(batch.sequences)
+            self.program.state.verify(batch, rows)
+            news = self.program.verify_step(rows, verification.drafts, verification.asked())
+            return Flight(batch, rows, Download(news), verification)
+        except BaseException:
+            self.forget()
+            raise
+
+    def resume(self, flight: Flight, alive: NDArray[np.bool_], batch: DecodeBatch, tokens: NDArray[np.int64]) -> None:
+        """Let those of a verified flight that are ``alive`` bool [n] go on as a ``batch``, behind their last
+        ``tokens``."""
+        rows = flight.rows[alive]
+        rounds, draws = flight.batch.rounds[alive], batch.starts + 1 - batch.prompts
+        self.program.state.resume(rows, rounds, batch.starts, tokens, draws)
+
     def forget(self) -> None:
         """A launch has failed: what the device has may be anything."""
         self.program.state.forget()
 
     def land(self, flight: Flight) -> NDArray[np.int64]:
-        """The tokens of a flight, one a member of its batch, once the device has drawn them."""
+        """The tokens of a flight, one a member of its batch, once the device has drawn them; of a verification its
+        news, a column a member."""
         news: NDArray[np.int64] = flight.news.wait().numpy()
+        if flight.verification is not None:
+            return news[:, flight.rows]
         self._accounts.flight(flight, news[1:])
         tokens: NDArray[np.int64] = news[0, flight.rows]
         return tokens
@@ -142,30 +167,29 @@ class Replayer:
         return self.program.bucket(int(rows.max()) + 1) > self.program.bucket(len(rows))
 
     def _row_set(
-        self, batch: DecodeBatch, under: _Under, comes_in: NDArray[np.bool_], shared: SharedRuns | None
+        self, batch: DecodeBatch, under: _Under, came_from: NDArray[np.int64], shared: SharedRuns | None
     ) -> RowSet:
         method, starts = under.method, batch.starts[under.numbers]
         return RowSet(
             rows=under.rows,
             method=method,
             longest=-(-(int(starts.max()) + 1) // self._page_tokens),
-            digests=None if method is None else self._digests(method, under, starts, comes_in),
+            digests=None if method is None else self._digests(method, under, starts, came_from[under.numbers]),
             runs=None if shared is None else shared.groups,
         )
 
     def _digests(
-        self, method: SparseMethod, under: _Under, starts: NDArray[np.int64], comes_in: NDArray[np.bool_]
+        self, method: SparseMethod, under: _Under, starts: NDArray[np.int64], came_from: NDArray[np.int64]
     ) -> DigestStore | None:
-        """Make the digests that members read in a replayed step and that do not exist yet: of the page that has been
-        filled last, and of all pages where a sequence comes in, or begins to choose."""
+        """Make the digests that members read in a replayed step and that do not exist yet: of the pages that have been
+        filled since, and of all pages where a sequence comes in, or begins to choose."""
         if method.digest is None:
             return None
         store, page = self._digests_of(method), self._page_tokens
-        new = comes_in[under.numbers]
         sealed, drafted = [], []
-        for member in np.flatnonzero(new | (starts % page == 0)).tolist():
+        for member in np.flatnonzero(came_from // page < starts // page).tolist():
             sequence, full = under.sequences[member], int(starts[member]) // page
-            first, exact = 0 if new[member] else full - 1, sequence.computed // page
+            first, exact = int(came_from[member]) // page, sequence.computed // page
             sealed.append(sequence.table.pages(first, min(exact, full)))
             drafted.append(sequence.table.pages(max(first, exact), full))
         if sealed:

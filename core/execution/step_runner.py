@@ -202,12 +202,20 @@ class StepRunner:
         except BaseException:
             self._replayer.forget()
             raise
+        if plan.verification is not None:
+            return self._replayer.verify(plan.verification)
         return self._replayer.launch(plan.batch, scheduler.running)
 
     def land(self, flight: Flight) -> NDArray[np.int64]:
-        """The tokens of a flight, one a member of its batch, once the device has drawn them."""
+        """The tokens of a flight, one a member of its batch, or a column of news of each, once the device has drawn
+        them."""
         assert self._replayer is not None
         return self._replayer.land(flight)
+
+    def resume(self, flight: Flight, alive: NDArray[np.bool_], batch: DecodeBatch, tokens: NDArray[np.int64]) -> None:
+        """Let those of a verified flight that are ``alive`` go on as a ``batch``, behind their last ``tokens``."""
+        assert self._replayer is not None
+        self._replayer.resume(flight, alive, batch, tokens)
 
     @property
     def tables(self) -> DeviceTables:

@@ -87,10 +87,10 @@ class DigestStore:
     def _make(self, pages: Pages) -> None:
         _, unit_layers, _, heads, unit_tokens, dim = self._kv.shape
         layers = self._slices * unit_layers
-        listed = torch.from_numpy(self._pool.units_of(pages, self._slices * self._page_units).astype(np.int64))
-        units = listed.to(self._kv.device).view(-1, self._slices, self._page_units)
+        listed = self._pool.units_of(pages, self._slices * self._page_units).astype(np.int64)
+        units = upload(listed, self._kv.device).view(-1, self._slices, self._page_units)
         kv = self._kv[units].permute(0, 1, 3, 4, 5, 2, 6, 7)  # [n, slices, unit_layers, 2, Hkv, page_units, u, D]
         kv = kv.reshape(len(pages), layers, 2, heads, self._page_units * unit_tokens, dim)
-        first = torch.from_numpy(pages.astype(np.int64)).to(self._kv.device)
+        first = upload(pages.astype(np.int64), self._kv.device)
         for name, part in self._digest.compute(kv[:, :, 0], kv[:, :, 1], self._layers).items():
             self.parts[name][first] = part.to(self._store.dtype)

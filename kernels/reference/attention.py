@@ -89,7 +89,8 @@ def prefill(
     contexts: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor]:
     """Ragged queries ``q [T, Hq, D]``: sequence b owns rows ``cu_q[b] : cu_q[b + 1]`` (int32 [B + 1]), at most
-    ``max_q`` of them, at positions that follow on one another; rows past ``cu_q[B]`` belong to nobody and see nothing.
+    ``max_q`` of them, at positions that follow on one another, but that the last one may be repeated (rows that fill a
+    chunk up); rows past ``cu_q[B]`` belong to nobody and see nothing.
     The K and V of the queries' own tokens are already in the pool, and ``lengths`` counts them.
 
     ``counts`` and ``contexts`` [B] tell the host what the device knows from ``cu_q`` and ``q_pos``: the queries of each

@@ -91,6 +91,24 @@ def compare(case, dtype, device="cpu", **changed):
     check(call("triton", inputs), reference.prefill(*inputs.args()), dtype, gain=case.gain)
 
 
+def filled_up(name, **parts):
+    """Chunks of 5, 3, 1 and 0 queries that are filled up to 5 rows, as a program of fixed shape has them: at the last
+    position again, and where there is no token at 0, seeing nothing."""
+    inputs = build(Case(name, (90, 60, 33, 5), (5,) * 4, **parts), torch.float32)
+    lengths, q_pos = inputs.lengths.clone(), inputs.q_pos.view(4, 5)
+    asked = torch.tensor([5, 3, 1, 0], dtype=torch.int32)
+    lengths -= (5 - asked)[None, :, None]
+    last = q_pos[:, :1] + asked[:, None] - 1
+    return replace(inputs, lengths=lengths, q_pos=torch.minimum(q_pos, last).clamp(min=0).flatten())
+
+
+@pytest.mark.parametrize("window", [0, 7])
+@pytest.mark.parametrize("backend", ["cpu", TRITON])
+def test_chunks_that_are_filled_up_where_nothing_is_split(backend, window):
+    inputs = filled_up("filled", window=window)
+    check(call(backend, inputs), reference.prefill(*inputs.args()), torch.float32)
+
+
 @interpreted
 @pytest.mark.usefixtures("small_shares", "only_short")
 class TestInterpreted:
@@ -118,6 +136,11 @@ class TestInterpreted:
 
         with settings.trial("prefill_short", BLOCK_N=32, min_split_tokens=64):
             compare(Case("short-tiles", (150, 90), (3, 8), page=page), torch.float32)
+
+    @pytest.mark.parametrize("parts", [{}, {"window": 7}, {"sinks": True}], ids=str)
+    def test_chunks_that_are_filled_up(self, parts):
+        inputs = filled_up("short-filled", **parts)
+        check(call("triton", inputs), reference.prefill(*inputs.args()), torch.float32)
 
     def test_strided_queries_keep_their_layout(self):
         inputs = build(Case("short-strided", (90, 30), (3, 4)), torch.float32)
