@@ -84,9 +84,7 @@ class VerifyProgram:
         )
         step = PagedStep(self._kv, self._plan, self._backend, slots.flatten(1), prefills=[group])
         logits = self._model.forward(ids.flatten(), position.flatten(), None, step)
-        *filters, draws = (
-            field[:, None].expand(-1, places).reshape(batch, places) for field in self._state.filters(batch)
-        )
+        *filters, draws = (field[:, None].expand(-1, places).contiguous() for field in self._state.filters(batch))
         draws = draws - drafts + place
         drawn: Tensor = ops.sample(logits, *(field.flatten() for field in (*filters, draws)), self._backend)
         return torch.cat([drawn.view(batch, places).T, ids.T])

@@ -10,6 +10,7 @@ import torch
 from octavo.core import SamplingParams
 from octavo.core.execution.decode_program import Variant
 from octavo.core.inspection.trace_recorder import TraceRecorder
+from octavo.kernels import ops
 from octavo.sparse.lossless import Lossless
 
 from .method_cases import PROMPT, make
@@ -216,6 +217,22 @@ class TestProgram:
 
         serve(engine, drain, [(PROMPT, LONG, lossless()), (PROMPT[:25], DRAWN, lossless())], look)
         assert len(places) == 1
+
+    @pytest.mark.parametrize("sequences", [1, 2])
+    def test_ops_are_given_what_lies_side_by_side(self, sequences, model, engine_for, drain, monkeypatch):
+        """Filters of one row too, which must be in memory as often as there are places: kernels ask for no strides."""
+        engine, seen = engine_for(model, execution="graph", max_seqs=sequences), []
+        forward, sample = engine._model.forward, ops.sample
+
+        def looked(ids, positions, rows, step, *rest):
+            for group in step.prefills:
+                seen.extend([ids, positions, step.slots, group.slots, group.cu_q, group.q_pos])
+            return forward(ids, positions, rows, step, *rest)
+
+        engine._model.forward = looked
+        monkeypatch.setattr(ops, "sample", lambda *args: seen.extend(args[:-1]) or sample(*args))
+        serve(engine, drain, [(PROMPT[: 45 - 9 * i], DRAWN, lossless()) for i in range(sequences)])
+        assert all(tensor.is_contiguous() for tensor in seen)
 
     def test_the_hosts_part_of_a_round_is_small(self, model):
         """Four drafts and what stands of them: some twenty calls a token, in Python and C."""
