@@ -16,6 +16,7 @@ from octavo.core import interrupts
 from octavo.core.errors import UnsupportedModelError
 from octavo.core.execution.attention import octavo_attention
 from octavo.core.execution.compiled import CompiledLayers
+from octavo.core.execution.foresight import Foresight
 from octavo.core.execution.joined_linears import JoinedLinears
 from octavo.core.interfaces import AttentionStep, LayerTraits, ModelSpec
 from octavo.kernels.cpu import processor
@@ -73,6 +74,7 @@ class HFModel:
         self._configs = _attention_configs(model)
         self._linears: PackedLinears | JoinedLinears = PackedLinears(model)
         self._compiled: CompiledLayers | None = None
+        self._foresight: Foresight | None = None
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         _refuse_unsupported(self._config, type(model).__name__)
         self.spec = self._probe()
@@ -90,7 +92,8 @@ class HFModel:
             positions = torch.arange(PROBE_TOKENS, device=self.device)
             self._linears = JoinedLinears(self.model, lambda: self.forward(ids, positions, None, _Probe()))
         if execution == "compiled":
-            self._compiled = CompiledLayers(self.model, self.spec.layers)
+            layers = self.layers("they cannot be compiled one by one; use execution='graph'")
+            self._compiled = CompiledLayers(layers, type(self.model).__name__)
 
     def forward(
         self,
@@ -129,6 +132,26 @@ class HFModel:
                 stack.enter_context(self._compiled.used(step))
             stack.enter_context(interrupts.let_through())
             yield
+
+    def layers(self, consequence: str) -> list[nn.Module]:
+        """The model's own layers, in order.
+
+        Raises:
+            UnsupportedModelError: they are in no list, "so" what ``consequence`` says.
+        """
+        count, name = self.spec.layers, type(self.model).__name__
+        found = (m for m in self.model.modules() if isinstance(m, nn.ModuleList) and len(m) == count)
+        layers = next(found, None)
+        if layers is None:
+            raise UnsupportedModelError(f"{name} keeps its {count} layers in no list, so {consequence}")
+        return list(layers)
+
+    def foresight(self) -> Foresight:
+        """Raises UnsupportedModelError as ``layers`` does."""
+        if self._foresight is None:
+            consequence = "what the next one asks cannot be foretold; set another placement.prefetch than next_query"
+            self._foresight = Foresight(self.layers(consequence), self.spec.windows)
+        return self._foresight
 
     def attention(self, layer: int) -> nn.Module:
         """The model's own attention module of a layer, for its weights."""

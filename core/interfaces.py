@@ -296,6 +296,10 @@ class PageView(Protocol):
         """int32 [b], tokens of each sequence, the one being decoded included."""
         ...
 
+    def of_layer(self, layer: int, traits: LayerTraits) -> PageView:
+        """The same pages as a later layer sees them, until one asks for another; its reads are counted apart."""
+        ...
+
     def once(self, key: Hashable, make: Callable[[], Tensor]) -> Tensor:
         """``make()``, which the first layer that asks under ``key`` works out for the later ones of the same step."""
         ...

@@ -41,6 +41,9 @@ class Sample:
         host_bytes_read: bytes of K and V that came from the host tier for them, under a method whose pages lie there.
         resident_lookups: pages, one a layer and KV head, that such a method chose among those that lie there.
         resident_misses: those of them that were not on the device.
+        pages_prefetched: pages, one a layer and KV head, that came from there before anybody had chosen them.
+        prefetched_read: those of them that were chosen before they had to make room; the others came for nothing.
+        prefetch_scoring_bytes_read: bytes of page digests that were read to tell what to fetch ahead.
         drafts: what became of its drafts, under a method that drafts.
         prefill_bytes_read: bytes of K and V behind the table entries that blocks of the prompt's queries were given
             where a prefill pattern chose them; 0 without one.
@@ -60,6 +63,9 @@ class Sample:
     host_bytes_read: int = 0
     resident_lookups: int = 0
     resident_misses: int = 0
+    pages_prefetched: int = 0
+    prefetched_read: int = 0
+    prefetch_scoring_bytes_read: int = 0
     drafts: DraftCounts = field(default_factory=DraftCounts)
     prefill_bytes_read: int = 0
     prefill_scoring_bytes_read: int = 0

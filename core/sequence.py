@@ -119,6 +119,7 @@ class Sequence:
         self.lost_sources = self.compares = False
         self.host_bytes_read = 0
         self.resident_lookups = self.resident_misses = 0
+        self.pages_prefetched = self.prefetched_read = self.prefetch_scoring_bytes_read = 0
         self.prefill_bytes_read = 0
         self.prefill_scoring_bytes_read = 0
         self.extra_tokens = 0
@@ -224,6 +225,9 @@ class Sequence:
             host_bytes_read=self.host_bytes_read,
             resident_lookups=self.resident_lookups,
             resident_misses=self.resident_misses,
+            pages_prefetched=self.pages_prefetched,
+            prefetched_read=self.prefetched_read,
+            prefetch_scoring_bytes_read=self.prefetch_scoring_bytes_read,
             drafts=self.drafts.counts,
             prefill_bytes_read=self.prefill_bytes_read,
             prefill_scoring_bytes_read=self.prefill_scoring_bytes_read,

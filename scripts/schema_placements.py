@@ -8,7 +8,8 @@ from octavo.scripts.refusal import ConfigError, at_least, each_at_least, each_on
 from octavo.scripts.schema_groups import Config, EngineSettings, SparseSettings
 
 REPLACEMENT_NAMES = ("lru", "lfu", "decayed", "clock", "fifo")
-PREFETCH_NAMES = ("none", "previous_step")
+PREFETCH_NAMES = ("none", "previous_step", "previous_layer", "next_query")
+INTO_SLACK = ("previous_step", "previous_layer")
 PLACEMENT_NAMES = ("resident", "host")
 
 
@@ -63,8 +64,9 @@ class HostTier(_Placed):
                 raise ConfigError(f"{key} is empty; give at least one, as in {key}=[{getattr(HostTier(), key)[0]}]")
         if self.engine.page_tokens != EngineSettings().page_tokens:
             raise ConfigError(f"engine.page_tokens={self.engine.page_tokens}: this experiment tries page_sizes=[16,32]")
-        if "previous_step" in self.prefetches and not self.slack_tokens:
-            raise ConfigError("prefetches=previous_step: fetches into the slack, and slack_tokens=0 leaves none")
+        for prefetch in self.prefetches:
+            if prefetch in INTO_SLACK and not self.slack_tokens:
+                raise ConfigError(f"prefetches={prefetch}: fetches into the slack, and slack_tokens=0 leaves none")
 
 
 @dataclass
@@ -85,5 +87,5 @@ class Placements(_Placed):
         at_least("pool_requests", self.pool_requests, 1)
         if not self.placements:
             raise ConfigError("placements is empty; give at least one, as in placements=[resident]")
-        if self.prefetch != "none" and not self.slack_tokens:
+        if self.prefetch in INTO_SLACK and not self.slack_tokens:
             raise ConfigError(f"prefetch={self.prefetch}: fetches into the slack, and slack_tokens=0 leaves none")

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from torch import Tensor
 
-from octavo.core.hosting.interfaces import Hosting
+from octavo.core.hosting.interfaces import Foretold, Hosting
 from octavo.core.interfaces import (
     Budget,
     Digest,
@@ -178,6 +178,19 @@ class Method:
 
     def resolve(self, selection: Selection, pages: PageView) -> tuple[Tensor, Tensor]:
         return self.placement.resolve(selection, pages)
+
+    def look_ahead(self, selection: Selection | None, foretold: Foretold | None, pages: PageView) -> None:
+        away, placement = pages.away, self.placement
+        assert away is not None and isinstance(placement, Host)
+        if placement.prefetch == "previous_layer" and selection is not None:
+            following = away.following(pages.layer)
+            if following is not None:
+                placement.fetch_ahead(selection, pages.of_layer(following, pages.traits))
+        elif placement.prefetch == "next_query" and foretold is not None:
+            later = pages.of_layer(foretold.layer, foretold.traits)
+            expected = self.select(foretold.q, later)
+            assert isinstance(expected, Selection)
+            placement.fetch_ahead(expected, later)
 
     def hosting(self, spec: ModelSpec, page_tokens: int) -> Hosting | None:
         sparse = self._sparse_layers(spec)

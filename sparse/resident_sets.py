@@ -49,10 +49,11 @@ class FrameMaps:
         frame_of  int32 [rows, layers, Hkv, P + 1]    page -> frame, -1: in none
         page_in   int32 [rows, layers, Hkv, F + 1]    frame -> page, -1: empty
         credit    fp64  [rows, layers, Hkv, F]        what the policy knows of a frame
+        is_ahead  bool  [rows, layers, Hkv, F + 1]    the page came ahead, and nobody has read it since
         hand      int64 [rows, layers, Hkv]           where the clock stands
         now       int64 [rows, layers]                steps
 
-    The last column of the first two takes what is not meant.
+    The last column of those with one more than there are pages or frames takes what is not meant.
     Row 0 is nobody's. ``recorder``, if set, sees every choice. All shapes of ``take`` follow from its arguments' and
     nothing is read back, so it can be captured in a CUDA graph.
     """
@@ -66,6 +67,7 @@ class FrameMaps:
         self.frame_of = torch.full((1, layers, heads, 1), -1, dtype=torch.int32, device=device)
         self.page_in = torch.full((1, layers, heads, frames + 1), -1, dtype=torch.int32, device=device)
         self.credit = torch.zeros((1, layers, heads, frames), dtype=torch.float64, device=device)
+        self.is_ahead = torch.zeros((1, layers, heads, frames + 1), dtype=torch.bool, device=device)
         self.hand = torch.zeros((1, layers, heads), dtype=torch.int64, device=device)
         self.now = torch.zeros((1, layers), dtype=torch.int64, device=device)
 
@@ -73,13 +75,13 @@ class FrameMaps:
         """A row of empty frames."""
         if not self._free:
             row = len(self.now)
-            for name in ("frame_of", "page_in", "credit", "hand", "now"):
+            for name in ("frame_of", "page_in", "credit", "is_ahead", "hand", "now"):
                 tensor = getattr(self, name)
                 setattr(self, name, torch.cat([tensor, torch.empty_like(tensor[:1])]))
             self._free.append(row)
         row = self._free.pop()
         self.frame_of[row], self.page_in[row] = -1, -1
-        for tensor in (self.credit, self.hand, self.now):
+        for tensor in (self.credit, self.is_ahead, self.hand, self.now):
             tensor[row] = 0
         if self.recorder is not None:
             self.recorder.opened(row)
@@ -103,17 +105,20 @@ class FrameMaps:
         wanted: Tensor,
         read: Tensor | None,
         shares: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+        most: int | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Let pages have frames: ``pages`` int64 [b, Hkv, S], where ``wanted`` bool says so, distinct in a row and at
         most as many as there are frames. ``layer`` counts the layers of the maps. Gives the frames int64 [b, Hkv, S],
-        arbitrary where nothing is wanted, and which of the wanted ones do not hold their page yet.
+        arbitrary where nothing is wanted; which of the wanted ones do not hold their page yet; and which of those that
+        are read now came ahead, and are read for the first time.
 
         1. Pages that have a frame keep it.
         2. The others get the frames of lowest rank among those that nobody wants now, in order.
         3. Their former pages have none any more; the hand moves on; credits are brought up to date.
 
         ``read`` bool [b, Hkv, S]: of the wanted ones those that this step reads; the others, and with None all, are
-        fetched ahead, and get no credit for that. ``shares`` [b, Hkv, S] go to the policy.
+        fetched ahead, and get no credit for that. ``shares`` [b, Hkv, S] go to the policy. No more than ``most`` pages
+        that have no frame get one, the first in a row.
         """
         if self.recorder is not None and read is not None:
             self.recorder.chose(layer, rows, pages, read, shares)
@@ -123,6 +128,9 @@ class FrameMaps:
         found = self.frame_of[(*at, pages)].long()
         is_here = wanted & (found >= 0)
         missing = wanted & ~is_here
+        if most is not None:
+            missing = missing & (missing.cumsum(2) <= most)
+            wanted = is_here | missing
 
         held, credit, hand = self.page_in[of], self.credit[of], self.hand[of][..., None]
         frame = torch.arange(frames, device=pages.device)
@@ -141,6 +149,10 @@ class FrameMaps:
         self.frame_of[(*at, pages.where(missing, nowhere))] = chosen.int()
         self.page_in[(*at, taken)] = pages.where(missing, -1).int()
 
+        is_read = torch.zeros_like(wanted) if read is None else read
+        unread = is_here & self.is_ahead[(*at, found.clamp(min=0))]
+        self.is_ahead[(*at, chosen.where(wanted, frames))] = ~is_read & (missing | unread)
+
         number = missing.sum(2, keepdim=True)
         last_place = (number - 1).clamp(min=0)
         last = ranks.gather(2, last_place).masked_fill(number == 0, -torch.inf)
@@ -157,7 +169,7 @@ class FrameMaps:
             touched = self._replacement.touched(credit, self.now[of][:, None, None].double(), share[..., :frames])
             credit = touched.where(_marked(chosen.where(read, frames), frames), credit)
         self.credit[of] = credit
-        return chosen, missing
+        return chosen, missing, unread & is_read
 
     def check(self, row: int, pages: int) -> None:
         """Raises AssertionError where a row's two maps disagree, or a frame has a page of ``pages`` or more."""

@@ -84,7 +84,7 @@ def replay(choices: Sequence[Choice], frames: int, replacement: Replacement) -> 
     for choice, shares in zip(choices, brings, strict=True):
         wanted = torch.from_numpy(choice.pages >= 0)
         pages = torch.from_numpy(choice.pages).long().clamp(min=0)
-        _, missing = maps.take(
+        _, missing, _ = maps.take(
             choice.layer, torch.from_numpy(choice.sequences), pages, wanted, wanted, torch.from_numpy(shares)
         )
         lookups += int(wanted.sum())

@@ -8,7 +8,7 @@ compiled code is given none and asks for the step when it runs (``compiled.py``)
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
@@ -21,8 +21,9 @@ from octavo.core.execution.compiled import attend_in_step
 from octavo.core.execution.page_view import StepPages
 from octavo.core.execution.query_blocks import BlockGroup, choose_pages
 from octavo.core.execution.rotary import Rotary
+from octavo.core.hosting.interfaces import Foretold
 from octavo.core.inspection.probing import AttentionProbe
-from octavo.core.interfaces import AttentionStep, LayerTraits, SparseMethod, TokenSelection
+from octavo.core.interfaces import AttentionStep, LayerTraits, Selection, SparseMethod, TokenSelection
 from octavo.core.memory.layer_groups import LayerPlan
 from octavo.kernels import ops, zero_copy
 from octavo.kernels.zero_copy import VirtualRows
@@ -109,6 +110,11 @@ class DecodeGroup:
     members: Tensor | None = None
     places: Tensor | None = None
 
+    @property
+    def foresees(self) -> bool:
+        """Whether its method wants to know what queries the next layer is going to ask."""
+        return self.pages is not None and self.pages.away is not None and self.pages.away.foresees
+
     def units_read(self, kv: Tensor) -> Tensor:
         """Table entries that the kernels were given, over all layers and KV heads so far, int64 [b].
 
@@ -155,7 +161,8 @@ class PrefillGroup:
 class PagedStep:
     """One engine step over the paged pool. ``slots`` int64 [slices, T] is where each token's K and V go.
 
-    ``observed`` lists who wants to see queries: row of the first, row past the last, its position."""
+    ``observed`` lists who wants to see queries: row of the first, row past the last, its position. ``foretold`` are the
+    queries that the next layer is expected to ask, for methods that look ahead."""
 
     kv: Tensor
     plan: LayerPlan
@@ -166,6 +173,7 @@ class PagedStep:
     prefills: list[PrefillGroup] = field(default_factory=list)
     observed: list[tuple[Observation, int, int, int]] = field(default_factory=list)
     rotary: Rotary | None = None
+    foretold: Foretold | None = None
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, traits: LayerTraits) -> Tensor:
         place = self.plan.places[layer]
@@ -215,6 +223,8 @@ class PagedStep:
         else:
             table, slots = group.method.resolve(selection, group.pages)  # type: ignore[union-attr]
             group.chosen.append(slots)
+        if group.pages is not None and group.pages.away is not None:
+            self._look_ahead(group, selection)
         if group.lent is not None:
             return self._lent(group.lent, layer, q, traits)
         if group.runs is not None and not traits.window:
@@ -229,6 +239,15 @@ class PagedStep:
         if group.probe is not None and selection is not None:
             group.probe.observe(group.method, q, out, selection, group.pages, group.probed)  # type: ignore[arg-type]
         return out  # type: ignore[no-any-return]
+
+    def _look_ahead(self, group: DecodeGroup, selection: Selection | TokenSelection | None) -> None:
+        assert not isinstance(selection, TokenSelection), "single tokens are chosen on the device alone"
+        foretold = self.foretold if group.foresees else None
+        if foretold is not None:
+            first = group.start - foretold.start
+            q = foretold.q[first : first + group.stop - group.start]
+            foretold = replace(foretold, start=group.start, q=q)
+        group.method.look_ahead(selection, foretold, group.pages)  # type: ignore[union-attr]
 
     def _lent(self, rows: VirtualRows, layer: int, q: Tensor, traits: LayerTraits) -> Tensor:
         rotary, unit_layer = self.rotary, self.plan.places[layer].unit_layer

@@ -66,19 +66,13 @@ class CompiledLayers:
 
     What is compiled serves all lengths but 1, which torch takes for a constant and compiles by itself.
 
-    Raises:
-        UnsupportedModelError: no list of ``count`` layers is found in the model.
+    Args:
+        name: of the model, for errors.
     """
 
-    def __init__(self, model: nn.Module, count: int) -> None:
-        lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == count]
-        if not lists:
-            raise UnsupportedModelError(
-                f"{type(model).__name__} keeps its {count} layers in no list, so they cannot be compiled one by one; "
-                "use execution='graph'"
-            )
-        self._layers = list(lists[0])
-        self._name = type(model).__name__
+    def __init__(self, layers: list[nn.Module], name: str) -> None:
+        self._layers = layers
+        self._name = name
         compiled = {kind: _compiled(kind.forward) for kind in {type(layer) for layer in self._layers}}
         self._forwards = [(layer, MethodType(compiled[type(layer)], layer)) for layer in self._layers]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -48,12 +48,20 @@ class StepPages:
     _chosen_elements: Tensor | None = None
     _known: dict[Hashable, Tensor] = field(default_factory=dict)
     _scores: Tensor | None = None
+    _aside: StepPages | None = None
     _listed: tuple[Selection, int, Tensor, Tensor] | None = None
     """The last selection of ``top``, the slice it was made for, and the table and slots that came with it."""
 
     def enter(self, layer: int, traits: LayerTraits) -> None:
         """Go on to a layer."""
         self.layer, self.traits = layer, traits
+
+    def of_layer(self, layer: int, traits: LayerTraits) -> StepPages:
+        if self._aside is None:
+            self._aside = replace(self, _page_elements=0, _token_elements=0, _chosen_elements=None, _listed=None)
+        self._aside.enter(layer, traits)
+        self._aside.reusable, self._aside._scores = self.reusable, self._scores
+        return self._aside
 
     @property
     def table(self) -> Tensor:
@@ -99,6 +107,11 @@ class StepPages:
         """int64 [b], so far."""
         whole = (self.n_pages.long() - 1) * self._page_elements + self.lengths.long() * self._token_elements
         return whole if self._chosen_elements is None else whole + self._chosen_elements
+
+    @property
+    def elements_read_ahead(self) -> Tensor:
+        """int64 [b], so far: what was read to choose for layers to come."""
+        return torch.zeros_like(self.n_pages, dtype=torch.int64) if self._aside is None else self._aside.elements_read
 
     def once(self, key: Hashable, make: Callable[[], Tensor]) -> Tensor:
         if key not in self._known:

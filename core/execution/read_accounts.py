@@ -92,6 +92,9 @@ class ReadAccounts:
             if group.pages is not None and group.pages.away is not None and group.method is not None:
                 sequences = [chunk.sequence for chunk in chunks[group.start : group.stop]]
                 hosted[group.method.provenance].account(group.pages.away, sequences)
+                if group.foresees:
+                    for sequence, elements in zip(sequences, group.pages.elements_read_ahead.tolist(), strict=True):
+                        sequence.prefetch_scoring_bytes_read += elements * self._itemsize
         for chunk in chunks:
             if chunk.verifies:
                 chunk.sequence.kv_bytes_read += self._whole(chunk.end, chunk.count)

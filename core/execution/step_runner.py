@@ -143,7 +143,10 @@ class StepRunner:
         wanted = np.array([first[id(r.chunk)] + r.position - r.chunk.start for r in rows], np.int64)
         inputs = self._to_device(ids), self._to_device(positions), self._to_device(wanted), step
         embedded = self._items.placed(chunks)
-        if self._pieces is not None and embedded is None and self._pieces.serves(len(ids), len(rows)):
+        if any(group.foresees for group in step.decodes):  # which calls layers, so the pass is not replayed in pieces
+            with self._model.foresight().used(step):
+                logits = self._model.forward(*inputs, embedded)
+        elif self._pieces is not None and embedded is None and self._pieces.serves(len(ids), len(rows)):
             logits = self._pieces.forward(*inputs)
         else:
             logits = self._model.forward(*inputs, embedded)
@@ -231,6 +234,8 @@ class StepRunner:
         if self._runs is not None:
             self._runs.forget(scheduler.running)
         self._tables.sync(scheduler.running)
+        for hosted in self.hosted.values():
+            hosted.settle()
         if self._host is not None:
             self._host.copy_out(self.kv)
         for hosted in self.hosted.values():

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from octavo.core.hosting.copies_ahead import CopiesAhead
 from octavo.core.hosting.interfaces import ResidentSets
 from octavo.core.memory.layer_groups import LayerPlan
 from octavo.kernels import ops
@@ -57,7 +59,11 @@ class StepAway:
             as entries of the pool seen as ``[units * unit layers, 1, ...]``.
         whole_layers: which those layers are.
         digest_rows: int64 [b, P], of the digest store.
-        stream: of copies ahead, on a GPU; arriving: by layer, when those are done that are under way.
+        ahead: the copies that are made beside the model's work.
+        foresees: whether the method wants to know what queries layers are going to ask.
+        lookups, misses: int64 [b], pages that were chosen, and not in a frame.
+        fetched: int64 [b], pages that came from the host for them; prefetched: ahead.
+        prefetched_read: int64 [b], pages that came ahead, in whatever step, and were read in this for the first time.
     """
 
     kv: Tensor
@@ -73,14 +79,17 @@ class StepAway:
     whole_layers: tuple[int, ...]
     digest_rows: Tensor
     waits: Waits
-    stream: torch.cuda.Stream | None
-    arriving: dict[int, torch.cuda.Event]
+    ahead: CopiesAhead
+    foresees: bool
     lookups: Tensor = field(init=False)
     misses: Tensor = field(init=False)
     fetched: Tensor = field(init=False)
+    prefetched: Tensor = field(init=False)
+    prefetched_read: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        self.lookups, self.misses, self.fetched = torch.zeros((3, len(self.rows)), dtype=torch.int64).to(self.kv.device)
+        counts = torch.zeros((5, len(self.rows)), dtype=torch.int64).to(self.kv.device)
+        self.lookups, self.misses, self.fetched, self.prefetched, self.prefetched_read = counts
 
     def is_away(self, pages: int) -> Tensor:
         """bool [b, pages], which of the first pages are."""
@@ -90,33 +99,34 @@ class StepAway:
         units = self._of(self.frame_units[:, :, self._slice(layer)], frames)  # [b, Hkv, S, K]
         return pack_entries(units, self.kv.shape[4]).flatten(2)
 
+    @property
+    def framed(self) -> list[int]:
+        """The layers that read what they choose out of frames."""
+        return [layer for layer in self.plan.groups[0].layers if layer not in self.whole_layers]
+
+    def following(self, layer: int) -> int | None:
+        return next((later for later in self.framed if later > layer), None)
+
     def fetch(self, layer: int, pages: Tensor, frames: Tensor, missing: Tensor, *, ahead: bool = False) -> None:
         """1. Each missing page is K units, and in each the layer's K and V run of the head: 2 K pairs of runs.
         2. The pairs of missing pages move to the front of the list, whose length stays on the device.
         3. One launch copies them, out of pinned memory."""
         listed = self._listed(layer, pages, frames, missing)
-        self.fetched += missing.sum((1, 2))
-        source, target = self._runs(self.host_kv), self._runs(self.kv)
-        if ahead and self.stream is not None:
-            self.stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self.stream):
-                ops.transfer_counted(source, target, *listed, self.backend)
-                self.arriving[layer] = self.stream.record_event()
-            for tensor in listed:
-                tensor.record_stream(self.stream)
-            return
+        copy = partial(ops.transfer_counted, self._runs(self.host_kv), self._runs(self.kv), *listed, self.backend)
         if ahead:
-            ops.transfer_counted(source, target, *listed, self.backend)
+            self.prefetched += missing.sum((1, 2))
+            self.ahead.add(layer, copy, *listed)
             return
+        self.fetched += missing.sum((1, 2))
         self.waits.mark()
-        if layer in self.arriving:
-            torch.cuda.current_stream().wait_event(self.arriving.pop(layer))
-        ops.transfer_counted(source, target, *listed, self.backend)
+        self.ahead.wait(layer)
+        copy()
         self.waits.mark()
 
-    def counted(self, lookups: Tensor, misses: Tensor) -> None:
+    def counted(self, lookups: Tensor, misses: Tensor, prefetched_read: Tensor) -> None:
         self.lookups += lookups
         self.misses += misses
+        self.prefetched_read += prefetched_read
 
     def whole(self, layer: int, table: Tensor) -> tuple[Tensor, Tensor]:
         """The pool and the table int32 [1, b, 1, M] with which layer 0 of that pool reads all pages of a layer, whose

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.core.hosting.away import StepAway, Waits
+from octavo.core.hosting.copies_ahead import CopiesAhead
 from octavo.core.hosting.interfaces import Hosting
 from octavo.core.hosting.shelf import Shelf
 from octavo.core.interfaces import ModelSpec
@@ -92,8 +93,7 @@ class HostedPages:
         self._leaving: list[_Leaving] = []
         self._digested: dict[int, int] = {}  # host page -> serial of the page whose digest is in the store
         self._waits = Waits(kv.device)
-        self._stream = torch.cuda.Stream(kv.device) if kv.is_cuda else None  # type: ignore[no-untyped-call]
-        self._arriving: dict[int, torch.cuda.Event] = {}
+        self._ahead = CopiesAhead(kv.device)
         self._closed = False
         slices, units = self._group.slices, self._page_units
         self.count = self._zeros(1, dtype=torch.int64)
@@ -138,14 +138,18 @@ class HostedPages:
         shelf.pages += taken
         self._leave(sequence, shelf, first, last)
 
+    def settle(self) -> None:
+        """Nobody copies to frames any longer that were given back. To be called before anything is written to the
+        device's pool."""
+        if self._closed:
+            self._ahead.wait_all()
+        self._closed = False
+
     def carry_out(self) -> None:
         """Copy what the device keeps of the pages that are leaving, and enter them into the maps. To be called after
         the host tier has copied its part, before anything is written to the device's pool.
 
         In the order of the offers: what one lets go of may be another's frame already."""
-        if self._closed and self._stream is not None:  # a copy ahead may still write to frames that were given back
-            torch.cuda.current_stream().wait_stream(self._stream)
-        self._closed = False
         for leaving in self._leaving:
             where = leaving.row, slice(leaving.first, leaving.first + len(leaving.pages))
             if self._digests is not None:  # first: where the pages are, runs and frames may be soon
@@ -183,18 +187,22 @@ class HostedPages:
             whole_layers=self._hosting.whole_layers,
             digest_rows=self.digest_rows[rows, :pages],
             waits=self._waits,
-            stream=self._stream,
-            arriving=self._arriving,
+            ahead=self._ahead,
+            foresees=self._hosting.foresees,
         )
 
     def account(self, away: StepAway, sequences: Sequential[Sequence]) -> None:
         """Add what a step read from the host to its sequences. The device has computed the step."""
         unit = self._kv.shape[4] * self._kv.shape[5] * self._kv.element_size()
-        counts = torch.stack([away.lookups, away.misses, away.fetched]).tolist()
-        for sequence, lookups, misses, fetched in zip(sequences, *counts, strict=True):
+        counts = [away.lookups, away.misses, away.fetched, away.prefetched, away.prefetched_read]
+        for sequence, lookups, misses, fetched, prefetched, read in zip(
+            sequences, *torch.stack(counts).tolist(), strict=True
+        ):
             sequence.resident_lookups += lookups
             sequence.resident_misses += misses
-            sequence.host_bytes_read += fetched * 2 * self._page_units * unit
+            sequence.pages_prefetched += prefetched
+            sequence.prefetched_read += read
+            sequence.host_bytes_read += (fetched + prefetched) * 2 * self._page_units * unit
         self.wait_s += self._waits.take()
 
     def check(self, sequences: Sequential[Sequence]) -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from octavo.core.interfaces import LayerTraits, PageView, Selection
 
 
 class ResidentSets(Protocol):
@@ -38,12 +41,34 @@ class Hosting:
         tail: full pages at the end that stay in the block table, besides the open one.
         whole_layers: layers that read every page; their part of all pages stays on the device.
         sets: makes the maps of an engine: (layers, KV heads, device).
+        foresees: whether the method looks ahead by queries of layers to come (``LooksAhead``).
     """
 
     frames: int
     tail: int
     whole_layers: tuple[int, ...]
     sets: Callable[[int, int, torch.device], ResidentSets]
+    foresees: bool = False
+
+
+@dataclass(frozen=True)
+class Foretold:
+    """What a layer is expected to ask in this step: ``q`` [n, Hq, D], of the step's rows from ``start`` on."""
+
+    layer: int
+    start: int
+    q: Tensor
+    traits: LayerTraits
+
+
+class LooksAhead(Protocol):
+    """What a method also has whose pages lie in the host tier."""
+
+    def look_ahead(self, selection: Selection | None, foretold: Foretold | None, pages: PageView) -> None:
+        """Called when the present layer has what it reads, ``selection`` (None: all pages), and before it attends:
+        whatever is fetched ahead now comes while it does, and while the rest of the layer is computed. ``foretold``
+        are the next layer's queries of these sequences, as far as they are known."""
+        ...
 
 
 class AwayPages(Protocol):
@@ -63,6 +88,10 @@ class AwayPages(Protocol):
         this layer attends, or, ``ahead``, some time before it is asked for the next time."""
         ...
 
-    def counted(self, lookups: Tensor, misses: Tensor) -> None:
-        """So many pages were looked up, and not found in a frame: integer [b]."""
+    def following(self, layer: int) -> int | None:
+        """The next layer that reads what it chooses out of frames, if the model has one."""
+        ...
+
+    def counted(self, lookups: Tensor, misses: Tensor, prefetched_read: Tensor) -> None:
+        """So many pages were looked up, not found in a frame, and found because they had come ahead: integer [b]."""
         ...

@@ -30,6 +30,8 @@ def require_host_tier(method: SparseMethod, engine: Engine) -> None:
             f"{method.name} keeps its pages in host memory, and host_tokens=0 gives it none; set host_tokens to what "
             f"the requests that run at once have together, at least {engine._max_tokens} for the longest"
         )
+    if hosting.foresees:
+        engine._model.foresight()
     if any(engine.spec.windows) and not engine.config.layer_groups:
         raise ValueError(
             f"{method.name} keeps its pages in host memory, and layers of {engine.spec.name} with a window would miss "

@@ -70,6 +70,9 @@ class Turn:
             host_bytes_read=sum(leg.host_bytes_read for leg in self._legs),
             resident_lookups=sum(leg.resident_lookups for leg in self._legs),
             resident_misses=sum(leg.resident_misses for leg in self._legs),
+            pages_prefetched=sum(leg.pages_prefetched for leg in self._legs),
+            prefetched_read=sum(leg.prefetched_read for leg in self._legs),
+            prefetch_scoring_bytes_read=sum(leg.prefetch_scoring_bytes_read for leg in self._legs),
         )
         return Completion(
             request_id=self.request.request_id,

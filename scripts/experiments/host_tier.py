@@ -24,6 +24,9 @@ NOTES = (
     "first choice of a page always misses (first %).",
     "belady: the same choices replayed with the policy that knows the future, the bound for whoever fetches on demand. "
     "replayed: with the row's own policy, which must be its hit rate where nothing is fetched ahead.",
+    "ahead: of the pages that came, those that came before anybody had chosen them. Of use: of those, the ones that "
+    "were chosen before they had to make room. In vain: bytes of the others, which are among those fetched.",
+    "scored ahead: bytes of digests that were read to tell what to fetch ahead, besides those that are read to choose.",
     "waited: seconds of decode steps in which a layer waited for pages, of all seconds of decode steps. On a CPU both "
     "pools are ordinary memory, and a wait is a copy.",
     "same tokens: equal to those of the method with all pages in the pool.",
@@ -122,6 +125,8 @@ def rows(samples: Sequence[Sample]) -> list[Row]:
             for own, theirs in zip(sample["tokens"], known["tokens"], strict=True)
             for one, other in zip(own, theirs, strict=True)
         ]
+        read, came = sample["prefetched_read"], sample["misses"] + sample["prefetched"]
+        useless = sample["host_bytes_read"] * (sample["prefetched"] - read) / max(came, 1)
         row: Row = {
             "name": "octavo",
             "page_tokens": int(sample["item"]),
@@ -134,6 +139,9 @@ def rows(samples: Sequence[Sample]) -> list[Row]:
             "first_percent": 100 * known["first"] / known["lookups"],
             "lookups": sample["lookups"],
             "misses": sample["misses"],
+            "prefetched_percent": 100 * sample["prefetched"] / max(came, 1),
+            "useless_bytes_per_token": useless / sample["decode_steps"],
+            "prefetch_scoring_bytes_per_token": sample["prefetch_scoring_bytes_read"] / sample["decode_steps"],
             "fetched_bytes_per_token": sample["host_bytes_read"] / sample["decode_steps"],
             "kv_bytes_per_token": sample["kv_bytes_read"] / sample["decode_steps"],
             "waited_percent": 100 * sample["waited_seconds"] / max(sample["decoding_seconds"], 1e-9),
@@ -142,6 +150,8 @@ def rows(samples: Sequence[Sample]) -> list[Row]:
             "host_bytes_held_decoding": sample["host_units_pinned"] * sample["unit_bytes"],
             "seconds": sample["seconds"],
         }
+        if sample["prefetched"]:
+            row["prefetch_accuracy_percent"] = 100 * read / sample["prefetched"]
         found.append(row)
     return found
 
@@ -154,7 +164,8 @@ def findings(found: Sequence[Row]) -> list[str]:
         lines.append(
             f"pages of {size}: {best['replacement']} with prefetch {best['prefetch']} finds "
             f"{best['hit_rate_percent']:.1f} % on the device and fetches "
-            f"{report.format_bytes(best['fetched_bytes_per_token'])} a token; the bound on demand is "
+            f"{report.format_bytes(best['fetched_bytes_per_token'])} a token, "
+            f"{report.format_bytes(best['useless_bytes_per_token'])} of them in vain; the bound on demand is "
             f"{best['belady_hit_rate_percent']:.1f} %"
         )
     return lines

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from octavo.scripts.experiments import host_tier, placements
+from octavo.sparse.host_placement import PREFETCHES
 
 from .conftest import Command, Outcome, samples
 
@@ -24,8 +25,8 @@ class TestHostTier:
         assert outcome.code == 0, outcome.err
         rows = outcome.metrics["rows"]
         assert [(row["prefetch"], row["replacement"]) for row in rows] == [
-            ("none", "lru"), ("none", "clock"), ("previous_step", "lru"), ("previous_step", "clock"),
-        ]  # fmt: skip
+            (prefetch, policy) for prefetch in PREFETCHES for policy in ("lru", "clock")
+        ]
         for row in rows:
             assert row["agreeing_percent"] == 100 and row["frames"] == 12 and row["page_tokens"] == 16
             assert row["lookups"] > row["misses"] > 0 and 0 < row["first_percent"] < 100
@@ -33,6 +34,12 @@ class TestHostTier:
             assert row["replayed_hit_rate_percent"] <= row["belady_hit_rate_percent"]
             if row["prefetch"] == "none":
                 assert row["hit_rate_percent"] == row["replayed_hit_rate_percent"]
+                assert row["prefetched_percent"] == row["useless_bytes_per_token"] == 0
+            else:
+                useful = row["prefetched_percent"] * row["prefetch_accuracy_percent"] / 100
+                in_vain = row["fetched_bytes_per_token"] * (row["prefetched_percent"] - useful) / 100
+                assert row["useless_bytes_per_token"] == pytest.approx(in_vain) and 0 < useful < 100
+            assert (row["prefetch_scoring_bytes_per_token"] > 0) is (row["prefetch"] == "next_query")
             assert row["host_bytes_held_decoding"] > 0
         assert (outcome.folder / "plots/host_tier.png").stat().st_size > 5000
         assert "the bound on demand is" in outcome.out and "belady %" in outcome.out
@@ -65,22 +72,25 @@ class TestHostTier:
             "belady_misses": 3, "replayed_misses": {"lru": 4}, "tokens": [[1, 2, 3, 4]],
         }  # fmt: skip
         served = {
-            "item": "16", "prefetch": "none", "replacement": "lru", "lookups": 10, "misses": 4,
-            "tokens": [[1, 2, 3, 5]], "decode_steps": 3, "host_bytes_read": 600, "kv_bytes_read": 900,
+            "item": "16", "prefetch": "next_query", "replacement": "lru", "lookups": 10, "misses": 4,
+            "prefetched": 4, "prefetched_read": 1, "prefetch_scoring_bytes_read": 30,
+            "tokens": [[1, 2, 3, 5]], "decode_steps": 3, "host_bytes_read": 1200, "kv_bytes_read": 900,
             "units_held_decoding": 7, "host_units_pinned": 9, "unit_bytes": 10, "decoding_seconds": 2.0,
             "waited_seconds": 0.5, "seconds": 4.0,
         }  # fmt: skip
         (row,) = host_tier.rows([recorded, served])
         assert row == {
-            "name": "octavo", "page_tokens": 16, "replacement": "lru", "prefetch": "none", "frames": 5,
+            "name": "octavo", "page_tokens": 16, "replacement": "lru", "prefetch": "next_query", "frames": 5,
             "hit_rate_percent": 60.0, "replayed_hit_rate_percent": 60.0, "belady_hit_rate_percent": 70.0,
-            "first_percent": 20.0, "lookups": 10, "misses": 4, "fetched_bytes_per_token": 200.0,
+            "first_percent": 20.0, "lookups": 10, "misses": 4, "prefetched_percent": 50.0,
+            "prefetch_accuracy_percent": 25.0, "useless_bytes_per_token": 150.0,
+            "prefetch_scoring_bytes_per_token": 10.0, "fetched_bytes_per_token": 400.0,
             "kv_bytes_per_token": 300.0, "waited_percent": 25.0, "agreeing_percent": 75.0,
             "kv_bytes_held_decoding": 70, "host_bytes_held_decoding": 90, "seconds": 4.0,
         }  # fmt: skip
         assert host_tier.findings([row]) == [
-            "pages of 16: lru with prefetch none finds 60.0 % on the device and fetches 200 B a token; "
-            "the bound on demand is 70.0 %"
+            "pages of 16: lru with prefetch next_query finds 60.0 % on the device and fetches 400 B a token, 150 B of "
+            "them in vain; the bound on demand is 70.0 %"
         ]
 
 

@@ -1,7 +1,9 @@
 """Pages in host memory, read by heads that choose them: the same bits as in the pool, in less of it."""
 
 import random
+from collections import Counter
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -9,9 +11,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from octavo.core import SamplingParams
+from octavo.core.hosting.away import StepAway
+from octavo.core.hosting.copies_ahead import CopiesAhead
 from octavo.core.memory import transfer_costs
 from octavo.core.step_plan import StepPlan
-from octavo.sparse.host_placement import Host
+from octavo.sparse.host_placement import PREFETCHES, Host
 from octavo.sparse.lossless import Lossless
 from octavo.sparse.replacement.policies import REPLACEMENTS
 
@@ -72,26 +76,160 @@ def assert_same(sample, expected):
     assert sample.kv_bytes_read == expected.kv_bytes_read and sample.digest_bytes_read == expected.digest_bytes_read
 
 
+@pytest.fixture(scope="module")
+def in_pool(model, engine_for, drain):
+    """What a method of the table gives with all pages in the pool."""
+    return cache(lambda name: one(engine_for(model), drain, make(name)))
+
+
+@pytest.mark.parametrize("prefetch", PREFETCHES)
 @pytest.mark.parametrize("name", BY_DIGESTS)
-def test_bits_are_those_of_pages_in_the_pool(name, model, engine_for, hosted_engine, drain, assert_nothing_pinned):
-    chosen = make(name)
+def test_bits_are_those_of_pages_in_the_pool(name, prefetch, model, in_pool, hosted_engine, drain,
+                                             assert_nothing_pinned):  # fmt: skip
     engine = hosted_engine(model)
-    sample = one(engine, drain, hosted(chosen))
-    assert_same(sample, one(engine_for(model), drain, chosen))
-    assert 0 < sample.resident_misses < sample.resident_lookups
-    assert sample.host_bytes_read == sample.resident_misses * UNIT_BYTES
+    sample = one(engine, drain, hosted(make(name), prefetch=prefetch))
+    assert_same(sample, in_pool(name))
+    assert 0 <= sample.resident_misses < sample.resident_lookups
+    assert sample.resident_misses or prefetch == "next_query", "of what no query decides all may be foreseen"
+    assert 0 <= sample.prefetched_read <= sample.pages_prefetched
+    assert (sample.pages_prefetched > 0) is (prefetch != "none")
+    assert sample.host_bytes_read == (sample.resident_misses + sample.pages_prefetched) * UNIT_BYTES
+    assert (sample.prefetch_scoring_bytes_read > 0) is (prefetch == "next_query" and sample.digest_bytes_read > 0)
     assert_nothing_pinned(engine)
 
 
-@pytest.mark.parametrize("prefetch", ["none", "previous_step"])
+@pytest.mark.parametrize("prefetch", PREFETCHES)
 @pytest.mark.parametrize("policy, backend", [("lru", "cpu"), *((name, "reference") for name in REPLACEMENTS)])
 def test_no_policy_changes_a_bit(policy, prefetch, backend, model, engine_for, hosted_engine, drain):
     chosen = make("quest")
     engine = hosted_engine(model, backend=backend)
     sample = one(engine, drain, hosted(chosen, replacement=REPLACEMENTS[policy](), prefetch=prefetch))
     assert_same(sample, one(engine_for(model, backend=backend), drain, chosen))
-    assert sample.host_bytes_read >= sample.resident_misses * UNIT_BYTES > 0
-    assert (sample.host_bytes_read > sample.resident_misses * UNIT_BYTES) is (prefetch != "none")
+    assert sample.host_bytes_read == (sample.resident_misses + sample.pages_prefetched) * UNIT_BYTES
+    assert (sample.pages_prefetched > 0) is (prefetch != "none")
+
+
+class LateCopies(CopiesAhead):
+    """Copies ahead as late as the waits allow: what a GPU may do whose bus is slow. Copies are made in order."""
+
+    def __init__(self, device):
+        self.waiting = []
+
+    def add(self, layer, copy, *read):
+        self.waiting.append((layer, copy))
+
+    def wait(self, layer):
+        last = max((at for at, (other, _) in enumerate(self.waiting) if other == layer), default=-1)
+        self.make(last + 1)
+
+    def wait_all(self):
+        self.make(len(self.waiting))
+
+    def make(self, count):
+        made, self.waiting = self.waiting[:count], self.waiting[count:]
+        for _, copy in made:
+            copy()
+
+
+def copies_as(kind, monkeypatch):
+    monkeypatch.setattr("octavo.core.hosting.hosted_pages.CopiesAhead", kind)
+
+
+class TestLookingAhead:
+    @pytest.mark.parametrize("prefetch", PREFETCHES[1:])
+    def test_late_copies_change_no_bit(self, prefetch, model, engine_for, hosted_engine, drain, monkeypatch):
+        copies_as(LateCopies, monkeypatch)
+        chosen = make("quest", dense_layers=[])
+        sample = one(hosted_engine(model), drain, hosted(chosen, prefetch=prefetch))
+        assert_same(sample, one(engine_for(model), drain, chosen))
+        assert sample.prefetched_read > 0
+
+    @pytest.mark.parametrize("prefetch", PREFETCHES[1:])
+    def test_frames_that_were_given_back(self, prefetch, model, engine_for, hosted_engine, drain, monkeypatch):
+        """Copies to the frames of a request that was aborted are made before its units are another's."""
+        copies_as(LateCopies, monkeypatch)
+        chosen = make("quest", dense_layers=[])
+        engine = hosted_engine(model, pool_tokens=28 * 4)
+        engine.submit(PROMPT[::-1], params(), method=hosted(chosen, prefetch=prefetch), request_id="gone")
+        for _ in range(4):
+            engine.step()
+        (copies,) = (each._ahead for each in engine._runner.hosted.values())
+        under_way = len(copies.waiting)
+        assert (under_way > 0) is (prefetch == "previous_step"), "others are waited for in the step that begins them"
+        engine.abort("gone")
+        engine.submit(PROMPT, params(), request_id="next")
+        engine.step()
+        copies.wait_all()  # whatever is under way still is done by now
+        assert drain(engine).completions["next"].samples[0].token_ids == one(engine_for(model), drain, None).token_ids
+
+    def test_what_a_layer_chooses_is_fetched_for_the_next(self, model, hosted_engine, drain, monkeypatch):
+        """While layer 0 attends, after its own fetch, and waited for by layer 1; the last layer looks nowhere."""
+        told = []
+
+        class Told(CopiesAhead):
+            def add(self, layer, copy, *read):
+                told.append(("copies for", layer))
+                super().add(layer, copy, *read)
+
+            def wait(self, layer):
+                told.append(("fetches", layer))
+
+        copies_as(Told, monkeypatch)
+        order = [("fetches", 0), ("copies for", 1), ("fetches", 1), ("copies for", 2), ("fetches", 2)]
+        for prefetch in ("previous_layer", "next_query"):
+            one(hosted_engine(model), drain, hosted(make("quest", dense_layers=[]), prefetch=prefetch), max_tokens=3)
+            assert told == order * 2
+            told.clear()
+        one(hosted_engine(model), drain, hosted(make("quest", dense_layers=[1]), prefetch="previous_layer"))
+        assert told[:3] == [("fetches", 0), ("copies for", 2), ("fetches", 2)]
+
+    def test_layers_that_add_nothing_are_foreseen(self, make_llama, hosted_engine, drain, monkeypatch):
+        """Then the queries are exactly those that come, and only the first layer ever waits for a page."""
+        model, misses = make_llama(num_hidden_layers=3), Counter()
+        with torch.no_grad():
+            for layer in model.model.layers[:2]:
+                layer.self_attn.o_proj.weight.zero_()
+                layer.mlp.down_proj.weight.zero_()
+        fetch = StepAway.fetch
+
+        def watched(away, layer, pages, frames, missing, *, ahead=False):
+            if not ahead:
+                misses[layer] += int(missing.sum())
+            fetch(away, layer, pages, frames, missing, ahead=ahead)
+
+        monkeypatch.setattr(StepAway, "fetch", watched)
+        sample = one(hosted_engine(model), drain, hosted(make("quest", dense_layers=[]), prefetch="next_query"))
+        assert misses[0] == sample.resident_misses > 0 == misses[1] == misses[2]
+        assert sample.prefetched_read == sample.pages_prefetched > 0
+        assert sample.prefetch_scoring_bytes_read * 3 == sample.digest_bytes_read * 2
+
+    def test_layers_that_share_a_choice_are_foreseen(self, model, hosted_engine, drain):
+        """Layers 1 and 2 read what layer 0 chose."""
+        chosen = replace(make("quest", dense_layers=[]), choosing_layers=(0,))
+        for prefetch, slack in (("previous_layer", 24), ("next_query", 0)):
+            sample = one(hosted_engine(model), drain, hosted(chosen, slack, prefetch=prefetch))
+            assert 0 < sample.prefetched_read == sample.pages_prefetched == 2 * sample.resident_misses
+            assert sample.prefetch_scoring_bytes_read == 0
+
+    def test_prompts_beside_it_ask_nothing(self, model, engine_for, hosted_engine, drain):
+        """Rows that decode look ahead, whatever else the step computes."""
+        chosen = make("quest")
+        requests = {i: (PROMPT[k:] + PROMPT[:k], params(max_tokens=10, logprobs=None)) for k, i in enumerate("abcd")}
+        results = []
+        for engine, method in (
+            (engine_for(model, step_tokens=40), chosen),
+            (hosted_engine(model, step_tokens=40), hosted(chosen, prefetch="next_query")),
+        ):
+            done = run(engine, drain, {i: (*asked, method if i != "b" else None) for i, asked in requests.items()})
+            results.append({i: completion.samples[0].token_ids for i, completion in done.items()})
+        assert results[0] == results[1]
+        assert done["a"].samples[0].prefetched_read > 0 == done["b"].samples[0].pages_prefetched
+
+    def test_layers_in_no_list(self, model, hosted_engine, monkeypatch):
+        engine = hosted_engine(model)
+        monkeypatch.setattr(engine._model, "model", torch.nn.Linear(1, 1))
+        with pytest.raises(ValueError, match=r"keeps its 3 layers in no list, so what the next one asks cannot be"):
+            engine.submit(PROMPT, method=hosted(make("quest"), prefetch="next_query"))
 
 
 @pytest.mark.parametrize("page_tokens", [4, 12, 16])
@@ -391,8 +529,12 @@ class TestRefusals:
         "parts, message",
         [
             ({"slack_tokens": -1}, "placement.slack_tokens must be an integer of at least 0, got -1"),
-            ({"prefetch": "next"}, "placement.prefetch='next' is none of: none, previous_step"),
+            (
+                {"prefetch": "next"},
+                "placement.prefetch='next' is none of: none, previous_step, previous_layer, next_query",
+            ),
             ({"prefetch": "previous_step", "slack_tokens": 0}, "slack_tokens=0 leaves none"),
+            ({"prefetch": "previous_layer", "slack_tokens": 0}, "slack_tokens=0 leaves none"),
         ],
     )
     def test_parameters(self, parts, message):
@@ -401,7 +543,13 @@ class TestRefusals:
 
 
 @pytest.fixture(scope="module")
-def traffic(model, engine_for, hosted_engine, assert_nothing_pinned):
+def monkeypatch_module():
+    with pytest.MonkeyPatch.context() as patch:
+        yield patch
+
+
+@pytest.fixture(scope="module")
+def traffic(model, engine_for, hosted_engine, assert_nothing_pinned, monkeypatch_module):
     """A machine of random requests; whatever happens, each gets the tokens that it gets alone and in the pool."""
     quest = make("quest")
     alone = {}
@@ -414,9 +562,11 @@ def traffic(model, engine_for, hosted_engine, assert_nothing_pinned):
         return alone[prompt, new]
 
     class Traffic(RuleBasedStateMachine):
-        @initialize(policy=st.sampled_from(sorted(REPLACEMENTS)), prefetch=st.sampled_from(["none", "previous_step"]),
-                    pool=st.sampled_from([50, 80]), host=st.sampled_from([45, 200]))  # fmt: skip
-        def build(self, policy, prefetch, pool, host):
+        @initialize(policy=st.sampled_from(sorted(REPLACEMENTS)), prefetch=st.sampled_from(PREFETCHES),
+                    pool=st.sampled_from([50, 80]), host=st.sampled_from([45, 200]),
+                    copies=st.sampled_from([CopiesAhead, LateCopies]))  # fmt: skip
+        def build(self, policy, prefetch, pool, host, copies):
+            copies_as(copies, monkeypatch_module)
             self.engine = hosted_engine(model, pool_tokens=pool * 4, host_tokens=host * 4)
             self.methods = [None, quest, hosted(quest, replacement=REPLACEMENTS[policy](), prefetch=prefetch)]
             self.asked = {}
@@ -478,7 +628,7 @@ def test_random_traffic(traffic):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("prefetch", ["none", "previous_step"])
+@pytest.mark.parametrize("prefetch", PREFETCHES)
 def test_bits_are_the_same_on_a_gpu(prefetch, make_llama, engine_for, hosted_engine, drain):
     """Triton kernels, pinned memory, and fetches ahead on a stream of their own. One request at a time: who decodes
     beside it decides where the kernel divides a row, and so the order of its sums."""

@@ -28,7 +28,7 @@ def read(made, pages, shares=None, ahead=(), row=1):
     wanted = torch.ones(1, 1, len(listed), dtype=torch.bool)
     is_read = torch.arange(len(listed)) < torch.full((1, 1, len(listed)), len(pages))
     given = None if shares is None else torch.tensor(shares, dtype=torch.float64).view(1, 1, -1)
-    frames, missing = made.take(0, torch.tensor([row]), torch.tensor(listed).view(1, 1, -1), wanted, is_read, given)
+    frames, missing, _ = made.take(0, torch.tensor([row]), torch.tensor(listed).view(1, 1, -1), wanted, is_read, given)
     made.check(row, 12)
     held = made.page_in[row, 0, 0, :-1].tolist()
     assert [held[frame] for frame in frames.flatten().tolist()] == listed
@@ -101,6 +101,44 @@ def test_pages_that_come_ahead_push_out_nothing_that_is_read_and_go_first():
     assert read(made, [0]) == ([], [0, 1, 2])
     assert read(made, [3]) == ([3], [0, 1, 3]), "nobody has read 2"
     assert read(made, [2], ahead=[0]) == ([2], [0, 2, 3])
+
+
+def ahead(made, pages, most=None, row=1):
+    """Fetch pages ahead for a layer that reads later; gives those that come."""
+    wanted = torch.ones(1, 1, len(pages), dtype=torch.bool)
+    listed = torch.tensor(pages).view(1, 1, -1)
+    _, missing, came = made.take(0, torch.tensor([row]), listed, wanted, None, most=most)
+    made.check(row, 12)
+    assert not came.any(), "nothing was read"
+    return [page for page, comes in zip(pages, missing.flatten().tolist(), strict=True) if comes]
+
+
+def came_ahead(made, pages, row=1):
+    """Read pages; gives those that had come ahead and that nobody had read."""
+    listed, all_of = torch.tensor(pages).view(1, 1, -1), torch.ones(1, 1, len(pages), dtype=torch.bool)
+    _, _, came = made.take(0, torch.tensor([row]), listed, all_of, all_of)
+    return listed[came].tolist()
+
+
+def test_a_page_that_came_ahead_is_of_use_once():
+    made = maps(REPLACEMENTS["lru"]())
+    assert ahead(made, [0, 1]) == [0, 1]
+    assert ahead(made, [1, 2]) == [2], "1 is there, and came for the first guess"
+    assert came_ahead(made, [0, 2]) == [0, 2]
+    assert came_ahead(made, [0, 2]) == []
+    assert came_ahead(made, [3]) == [] and made.page_in[1, 0, 0, :-1].tolist() == [0, 3, 2], "1 came in vain"
+    assert came_ahead(made, [1]) == [], "now it was fetched because it was chosen"
+    made.close(1)
+    assert made.open() == 1 and not made.is_ahead[1].any()
+
+
+def test_no_more_come_ahead_than_may():
+    made = maps(REPLACEMENTS["lru"]())
+    read(made, [0, 1, 2])
+    assert ahead(made, [5, 1, 6, 7], most=2) == [5, 6], "the first in the list; 1 is there"
+    assert made.page_in[1, 0, 0, :-1].tolist() == [5, 1, 6]
+    assert came_ahead(made, [5, 7]) == [5]
+    assert ahead(made, [8, 9], most=0) == []
 
 
 def test_rows_and_heads_know_nothing_of_each_other():
