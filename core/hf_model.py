@@ -140,11 +140,10 @@ class HFModel:
             UnsupportedModelError: they are in no list, "so" what ``consequence`` says.
         """
         count, name = self.spec.layers, type(self.model).__name__
-        found = (m for m in self.model.modules() if isinstance(m, nn.ModuleList) and len(m) == count)
-        layers = next(found, None)
-        if layers is None:
-            raise UnsupportedModelError(f"{name} keeps its {count} layers in no list, so {consequence}")
-        return list(layers)
+        for module in self.model.modules():
+            if isinstance(module, nn.ModuleList) and len(module) == count and all(map(_attends, module, range(count))):
+                return list(module)
+        raise UnsupportedModelError(f"{name} keeps its {count} layers in no list, so {consequence}")
 
     def foresight(self) -> Foresight:
         """Raises UnsupportedModelError as ``layers`` does."""
@@ -261,6 +260,11 @@ class _Probe:
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
         q, k, v = (tensor.transpose(0, 1) for tensor in (q, k, v))
         return scaled_dot_product_attention(q, k, v, is_causal=True, scale=traits.scale).transpose(0, 1)
+
+
+def _attends(layer: nn.Module, number: int) -> bool:
+    """Whether a module has the attention of the model's layer of that number; one of an image tower has not."""
+    return any(getattr(part, "layer_idx", None) == number for part in layer.modules())
 
 
 def _attention_configs(model: nn.Module) -> list[Any]:

@@ -108,6 +108,13 @@ def test_layers_that_do_not_attend_are_an_error(t_model):
     assert model.foresight() is model.foresight()
 
 
+def test_other_lists_of_as_many_are_no_layers(make_llama):
+    model = make_llama()
+    tower = torch.nn.ModuleList([torch.nn.Identity(), torch.nn.Identity()])
+    model._modules = {"tower": tower, **model._modules}
+    assert HFModel(model).layers("") == list(model.model.layers)
+
+
 class _Deaf(torch.nn.Module):
     def forward(self, hidden, octavo_step):
         return hidden
