@@ -22,7 +22,7 @@ def engine():
 def test_it_is_small_and_its_card_names_every_exam():
     assert sum(file.stat().st_size for file in FOLDER.iterdir()) <= MAX_BYTES
     card = (FOLDER / "README.md").read_text()
-    named = re.findall(r"^\| ([^|]+) \| \d \| [\d.]+ \| [\d.]+ \| [\d.]+ \|$", card, re.M)
+    named = re.findall(r"^\| ([^|]+) \| \d \|(?: [\d.]+ \|){4}$", card, re.M)
     assert named == [*EXAMS]
 
 
