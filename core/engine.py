@@ -373,8 +373,10 @@ class Engine:
             plan.leave_out(sequence)
         if not plan.chunks:
             return
-        plan.batch = self._runner.batch_of(plan.chunks)
-        if plan.batch is not None:
+        replayed = self._runner.batch_of(plan.chunks)
+        if replayed is not None:
+            plan.verification = replayed if isinstance(replayed, Verification) else None
+            plan.batch = replayed.batch if isinstance(replayed, Verification) else replayed
             self._launch(plan)
             return
         began = time.perf_counter()

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from octavo.core.execution.decode_batch import DecodeBatch
 from octavo.core.sequence import Sequence
-from octavo.core.step_plan import Chunk
 from octavo.core.uploads import upload
 
 FLOATS = ("temperature", "top_p", "min_p")
@@ -50,11 +49,10 @@ class DecodeState:
         """The rows may hold anything: write them anew before the next step."""
         self._sequences, self._known, self._decoding = [], {}, np.full(1, -1)
 
-    def leave_out(self, chunks: Sequential[Chunk]) -> None:
-        """These are computed by other means. Where they stand does not tell: drafts may end where they have begun."""
-        self._sequences = []
-        for chunk in chunks:
-            self._known.pop(chunk.sequence, None)
+    def pass_by(self) -> None:
+        """A step is computed by other means. Where who is in it stands does not tell, since drafts may end where they
+        have begun; and who is not may have lost its pages and found others."""
+        self._sequences, self._known = [], {}
 
     def carries(self, batch: DecodeBatch) -> bool:
         """Whether the device can go on with the batch behind that of the last step, or with some of it, without a word

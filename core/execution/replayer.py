@@ -69,11 +69,15 @@ class Replayer:
         self._lineup: _Lineup | None = None
         self._under: dict[Sequence, str] = {}  # who was in the last replayed step, and under which method
 
-    def batch_of(self, chunks: list[Chunk]) -> DecodeBatch | None:
-        """The batch that some planned chunks are, if it can be replayed."""
-        if not all(chunk.count == 1 and chunk.sequence.draws_on_device for chunk in chunks):
+    def batch_of(self, chunks: list[Chunk]) -> DecodeBatch | Verification | None:
+        """What some planned chunks are together, if it can be replayed."""
+        if not all((chunk.count == 1 or chunk.verifies) and chunk.sequence.draws_on_device for chunk in chunks):
             return None
-        batch = DecodeBatch.of(chunks, self._choosers.whole_tokens)
+        # Of a chunk of drafts the batch has the last one, as if it were decoded behind the others.
+        lasts = [Chunk(c.sequence, c.end - 1, 1, c.draft or c.verifies) for c in chunks]
+        batch = DecodeBatch.of(lasts, self._choosers.whole_tokens)
+        if any(chunk.verifies for chunk in chunks):
+            return Verification.of(batch, chunks)
         return batch if self._replays(batch) else None
 
     def carries(self, batch: DecodeBatch) -> bool:

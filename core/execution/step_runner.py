@@ -34,6 +34,7 @@ from octavo.core.execution.read_accounts import ReadAccounts
 from octavo.core.execution.replayer import Replayer
 from octavo.core.execution.rotary import Rotary, find_rotary
 from octavo.core.execution.shared_runs import RunFinder
+from octavo.core.execution.verification import Verification
 from octavo.core.hf_model import HFModel
 from octavo.core.hosting.hosted_pages import HostedPages
 from octavo.core.interfaces import SparseMethod
@@ -134,7 +135,7 @@ class StepRunner:
                 self._hosted_by(chunk.sequence.request).offer(chunk.sequence)
         self._make_ready(scheduler)
         if self._program is not None:
-            self._program.state.leave_out(plan.chunks)
+            self._program.state.pass_by()
         chunks = sorted(plan.chunks, key=self._packing)
         step, rows = self._build(chunks)
         ids = np.concatenate([np.asarray(c.token_ids, np.int64) for c in chunks])
@@ -182,8 +183,8 @@ class StepRunner:
         sequence.request.layout = sequence.layout.changed(chosen)
         sequence.compares = False
 
-    def batch_of(self, chunks: list[Chunk]) -> DecodeBatch | None:
-        """The batch that some planned chunks are, if it can be replayed: ``launch`` it, and read its tokens later."""
+    def batch_of(self, chunks: list[Chunk]) -> DecodeBatch | Verification | None:
+        """What some planned chunks are together, if it can be replayed: ``launch`` it, and read its tokens later."""
         return None if self._replayer is None else self._replayer.batch_of(chunks)
 
     def carries(self, batch: DecodeBatch) -> bool:

@@ -8,10 +8,10 @@
                | . | a | a | x |            so the tokens behind t: two drafts that are right, and what is drawn instead
                computed on ^                of the third; or one more than all drafts
 
-The step is planned and launched before the last draft is read (``Engine._plan_ahead``), and the next round begins where
-the news of it say, without any other look around: what is known of a sequence is in columns (``DecodeBatch``), and the
-device keeps its row. Sequences that decode without drafts take part with one place. What this cannot express is
-computed as any chunk is (``octavo.core.execution.drafts`` has the rule, which is the same).
+Where nobody waits the step is planned and launched before the last draft is read (``Engine._plan_ahead``), and the next
+round begins where its news say, without another look around: what is known of a sequence is in columns
+(``DecodeBatch``), and the device keeps its row. Sequences that decode without drafts take part with one place. What one
+program cannot do is computed as any chunk is (``octavo.core.execution.drafts`` has the rule, which is the same).
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from octavo.core.engine import Engine
     from octavo.core.execution.flight import Flight
     from octavo.core.sequence import Sequence
+    from octavo.core.step_plan import Chunk
 
 
 @dataclass(eq=False)
@@ -58,10 +59,25 @@ class Verification:
             return None
         if not ended.drawn.all() or ended.choosers[~drafting].any():
             return None
-        drafts = np.where(ended.drafting, ended.starts - ended.rounds, 0)
-        if drafts.sum() + len(drafts) > step_tokens:
+        found = cls._of(ended)
+        return found if found.drafts.sum() + len(found.drafts) <= step_tokens else None
+
+    @classmethod
+    def of(cls, batch: DecodeBatch, chunks: list[Chunk]) -> Verification | None:
+        """What planned ``chunks`` are, of which a ``batch`` has the last tokens, as if all but the dense ones decoded
+        drafts; None where one program does not do."""
+        most = batch.most[batch.drafting]
+        if any(chunk.draft for chunk in chunks) or (most != most[0]).any():
             return None
-        return cls(ended, drafts, int(due[0]) + 1)
+        dense = ~batch.drafting
+        if batch.choosers[dense].any() or (batch.starts < batch.prompts)[dense].any():
+            return None
+        return cls._of(batch)
+
+    @classmethod
+    def _of(cls, batch: DecodeBatch) -> Verification:
+        drafts = np.where(batch.drafting, batch.starts - batch.rounds, 0)
+        return cls(batch, drafts, int(batch.most.max()) + 1)
 
     def asked(self) -> NDArray[np.int64]:
         """The tokens at the places, int64 [n, places], as far as the host knows them: all but the last of each row, and

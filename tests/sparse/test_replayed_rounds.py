@@ -94,6 +94,16 @@ class TestRounds:
             assert ("pool_tokens" in fields) == (replayed.stats().preemptions > 0)
             assert_idle(replayed)
 
+    def test_somebody_waits_all_the_while(self, model, engine_for, drain, assert_idle):
+        """The scheduler plans each step, and rounds are replayed all the same."""
+        requests = [(PROMPT[: 45 - 4 * i], DRAWN if i % 2 else LONG, lossless(drafts=4)) for i in range(5)]
+        replayed = engine_for(model, execution="graph", max_seqs=2)
+        steps = watched(replayed)
+        assert said(serve(replayed, drain, requests)) == said(serve(engine_for(model), drain, dense(requests)))
+        assert steps.count("verify") > 20
+        assert not [step for step in steps if isinstance(step, list) and min(step) > 1 and max(step) <= 5]
+        assert_idle(replayed)
+
     def test_dense_sequences_take_part(self, model, engine_for, drain):
         """One that ends in between, too; a token of each in a step that verifies."""
         requests = [
@@ -206,6 +216,18 @@ class TestProgram:
         assert news.shape == (8, 4) and not news[4:].any()
         assert all(torch.equal(field, before[name]) for name, field in program.state.fields.items())
         assert torch.equal(engine._runner.kv[1:].nan_to_num(), kv.nan_to_num())
+
+    def test_a_step_by_other_means_leaves_nothing_known(self, model, engine_for):
+        """Whoever was not in it may come back with other pages, at the position where it was."""
+        engine = engine_for(model, execution="graph", step_tokens=6)
+        engine.submit(PROMPT, LONG, method=lossless(drafts=3))
+        while engine._flight is None:
+            engine.step()
+        state = engine._runner._program.state
+        assert len(state._known) == 1
+        engine.submit(PROMPT[5:], LONG)
+        engine.step()
+        assert engine._flight is None and not state._known
 
     def test_what_it_is_told_stays_where_it_is(self, model, engine_for, drain):
         """A captured program reads it there."""
