@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -30,6 +31,22 @@ def _one_config_store():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ConfigStore, "__deepcopy__", lambda self, memo: self, raising=False)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _packed_once():
+    """All engines of a model share the packed copies of its weights, which are packed again where a weight changes."""
+    from octavo.kernels.cpu.linear import PackedLinears
+
+    build, known = PackedLinears.__init__, WeakKeyDictionary()
+
+    def shared(self, model):
+        build(self, model)
+        self._packed = known.setdefault(model, self._packed)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PackedLinears, "__init__", shared)
         yield
 
 

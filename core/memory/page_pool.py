@@ -281,8 +281,7 @@ class PagePool:
         held = np.flatnonzero(self.refs).astype(np.int32)
         if not (self.size[held] > 0).all():
             raise AssertionError(f"pages {held[self.size[held] == 0].tolist()} are held and were never given out")
-        units = [free, *(self._units(np.array([page], np.int32)) for page in (*idle, *held))]
-        listed = np.sort(np.concatenate(units))
+        listed = np.sort(np.concatenate([free, self._units(np.concatenate([idle, held]))]))
         if not np.array_equal(listed, np.arange(1, 1 + self.total_units)):
             raise AssertionError(
                 f"held {self.size[held].sum()} + cached {self.size[idle].sum()} + free {len(free)} units do not "

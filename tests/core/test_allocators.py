@@ -364,7 +364,7 @@ class Traffic(RuleBasedStateMachine):
 @every
 def test_traffic(name):
     machine = type("Traffic", (Traffic,), {"name": name})
-    run_state_machine_as_test(machine, settings=settings(max_examples=40, stateful_step_count=30))
+    run_state_machine_as_test(machine, settings=settings(max_examples=15, stateful_step_count=30))
 
 
 def soak(name, operations, total=2048, seed=0):

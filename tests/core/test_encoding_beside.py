@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from octavo.core import BatchError, EngineConfig, SamplingParams
 
+from ..cells import covering
 from ..pictures import A, B, C, FakeEncoder, Picture, ids, image_engine, text
 
 
@@ -92,8 +93,16 @@ def wanted(build, drain):
     return answer
 
 
-@both_ways
-@pytest.mark.parametrize("fields", [{}, {"step_tokens": 14}, {"encode_tokens": 1}, {"pool_tokens": 64}], ids=str)
+@pytest.mark.parametrize(
+    ("fields", "model", "bidirectional"),
+    covering(
+        [{}, {"step_tokens": 14}, {"encode_tokens": 1}, {"pool_tokens": 64}],
+        ["t_model", "g_model"],
+        [False, True],
+        together=2,
+    ),
+    indirect=["model"],
+)
 def test_the_same_tokens(fields, bidirectional, model, served, wanted, drain, assert_nothing_held):
     engine = served(model, Beside(bidirectional), **fields)
     for _ in range(2):
@@ -240,19 +249,11 @@ class TestBudget:
             EngineConfig(encode_tokens=value)
 
 
-WITH_WINDOWS = [(0, "evict"), (1, "preempt"), (3, "abort")]
-"""What layers with windows have to do with who waits for an image is little: one of each."""
-INTERFERENCE = [
-    pytest.param(model, lag, what, marks=() if model == "t_model" or (lag, what) in WITH_WINDOWS else pytest.mark.slow)
-    for model in ("t_model", "g_model")
-    for lag in (0, 1, 3)
-    for what in ("preempt", "abort", "evict")
-]
+INTERFERENCE = covering(["preempt", "abort", "evict"], [0, 1, 3], [False, True], ["t_model", "g_model"], together=2)
 
 
 class TestInterference:
-    @both_ways
-    @pytest.mark.parametrize(("model", "lag", "what"), INTERFERENCE, indirect=["model"])
+    @pytest.mark.parametrize(("what", "lag", "bidirectional", "model"), INTERFERENCE, indirect=["model"])
     def test_at_every_step(
         self, lag, what, bidirectional, model, served, wanted, drain, give_everything_up, assert_nothing_held
     ):
@@ -368,7 +369,7 @@ class TestErrors:
         assert not engine.has_work()
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(data=st.data())
 def test_any_traffic(data, t_model, build, wanted, drain, assert_nothing_held):
     """Requests of any texts and images, on any budgets, with preemptions, aborts and evictions while images are under

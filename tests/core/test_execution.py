@@ -34,7 +34,7 @@ FIELDS = [
 ]
 SERVED = [
     pytest.param(model, fields, id=f"{model}-{' '.join(map(str, fields)) or 'roomy'}",
-                 marks=() if model == "t_model" or not fields or "pool_tokens" in fields else pytest.mark.slow)
+                 marks=() if model == "t_model" or "pool_tokens" in fields else pytest.mark.slow)
     for model in ("t_model", "w_model", "g_model")
     for fields in FIELDS
 ]  # fmt: skip

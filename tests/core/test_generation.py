@@ -15,6 +15,7 @@ from octavo.core.serving import generation
 from octavo.core.serving.detokenizer import Detokenizer
 from octavo.core.serving.prompts import PromptReader
 
+from ..cells import covering
 from ..pictures import Picture, image_engine
 
 LETTERS = [chr(97 + i) for i in range(26)]
@@ -26,12 +27,17 @@ def words(piece_tokenizer):
 
 
 @pytest.fixture(params=["eager", "graph"])
-def build(request, make_llama, words, poison_pool):
+def execution(request):
+    return request.param
+
+
+@pytest.fixture
+def build(execution, make_llama, words, poison_pool):
     model = make_llama(28)
     model.generation_config.eos_token_id = 27
 
     def build(threads, tokenizer=words, **fields):
-        fields = {"execution": request.param, "host_threads": threads, **fields}
+        fields = {"execution": execution, "host_threads": threads, **fields}
         return image_engine(model, poison_pool, tokenizer=tokenizer, **fields)
 
     return build
@@ -51,9 +57,13 @@ PARAMS = {
 }
 
 
-@pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
-@pytest.mark.parametrize("step_tokens", [24, 8192])
+@pytest.mark.parametrize(
+    ("params", "step_tokens", "execution"),
+    covering(PARAMS, [24, 8192], ["graph", "eager"]),
+    indirect=["execution"],
+)
 def test_the_same_outputs_in_the_same_order(step_tokens, params, build, assert_idle):
+    params = PARAMS[params]
     prompts = [*texts(12), ["ab", Picture(1, 7), "c"], [1, 2, 3], *texts(3, 1)]
     assert len(prompts) > generation.WORTH
     outputs = []

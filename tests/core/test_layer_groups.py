@@ -8,7 +8,10 @@ import pytest
 from octavo.core import CapacityError, SamplingParams
 from octavo.core.costs import predict_decode
 from octavo.core.memory.layer_groups import LayerGroup, LayerPlace, LayerPlan
+from octavo.core.policies import EVICTIONS
 from octavo.scripts.build import method
+
+from ..cells import covering
 
 METHODS = ("oracle", "quest", "random", "sparq", "streaming")  # exact mass, digests, neither, keys, positions
 WINDOW = 8
@@ -19,7 +22,10 @@ def tokens(n, seed=0):
     return random.Random(seed).choices(range(3, 128), k=n)
 
 
-@pytest.fixture(params=["g_model", "w_model"])
+MODELS = ["g_model", "w_model"]
+
+
+@pytest.fixture(params=MODELS)
 def model(request):
     """Three layers with a window beside one without; and windows only."""
     return request.getfixturevalue(request.param)
@@ -118,10 +124,12 @@ BATCH = {
 
 class TestSameTokens:
     @pytest.mark.parametrize(
-        "page_tokens, step_tokens", [(1, 16), (1, 8192), (4, 5), (4, 8192), (5, 7), (16, 10), (16, 8192)]
+        "sizes, model",
+        covering([(1, 16), (1, 8192), (4, 5), (4, 8192), (5, 7), (16, 10), (16, 8192)], MODELS),
+        indirect=["model"],
     )
-    def test_pages_and_chunks_of_every_size(self, model, engine_for, drain, assert_idle, page_tokens, step_tokens):
-        found = []
+    def test_pages_and_chunks_of_every_size(self, model, engine_for, drain, assert_idle, sizes):
+        (page_tokens, step_tokens), found = sizes, []
         for grouped in (True, False):
             engine = engine_for(
                 model, layer_groups=grouped, page_tokens=page_tokens, step_tokens=step_tokens, pool_tokens=800
@@ -293,7 +301,7 @@ class TestPrefixHits:
         cached, _ = self.run(engine, drain, prompt + drained.tokens_of("first"))
         assert cached == 64
 
-    @pytest.mark.parametrize("eviction", ["lru", "lru_k", "fifo", "lfu", "priority", "cost"])
+    @pytest.mark.parametrize("eviction, model", covering(EVICTIONS, MODELS), indirect=["model"])
     def test_prompts_that_return_in_a_pool_that_holds_few_of_them(
         self, model, engine_for, drain, assert_idle, eviction
     ):
@@ -348,12 +356,14 @@ class TestSamples:
 
 
 class TestUnits:
-    @pytest.mark.parametrize("prefix_cache", [True, False])
-    @pytest.mark.parametrize("page_tokens, step_tokens", [(1, 64), (4, 64), (4, 5), (5, 7), (24, 3)])
-    def test_what_a_request_holds_is_known_in_closed_form(
-        self, model, engine_for, drain, page_tokens, step_tokens, prefix_cache
-    ):
+    @pytest.mark.parametrize(
+        "sizes, prefix_cache, model",
+        covering([(1, 64), (4, 64), (4, 5), (5, 7), (24, 3)], [True, False], MODELS, together=2),
+        indirect=["model"],
+    )
+    def test_what_a_request_holds_is_known_in_closed_form(self, model, engine_for, drain, sizes, prefix_cache):
         """The full layers hold all pages; the others those that the last chunk and its window touch."""
+        page_tokens, step_tokens = sizes
         engine = engine_for(
             model, page_tokens=page_tokens, step_tokens=step_tokens, prefix_cache=prefix_cache, pool_tokens=240
         )
@@ -395,13 +405,17 @@ class TestUnits:
         )  # fmt: skip
         assert (sample.decode_steps, sample.kv_bytes_read) == (cost.steps, cost.kv_bytes)
 
-    @pytest.mark.parametrize("page_tokens", [1, 4])
-    @pytest.mark.parametrize("prompt, new", [(30, 1), (31, 2), (32, 3), (33, 3), (6, 33), (1, 20)])
+    @pytest.mark.parametrize(
+        "request_tokens, page_tokens, model",
+        covering([(30, 1), (31, 2), (32, 3), (33, 3), (6, 33), (1, 20)], [1, 4], MODELS, together=2),
+        indirect=["model"],
+    )
     def test_the_smallest_pool_that_is_not_refused_serves(
-        self, model, engine_for, drain, assert_idle, prompt, new, page_tokens
+        self, model, engine_for, drain, assert_idle, request_tokens, page_tokens
     ):
         """Most is held where a page begins: there the window touches one page more than where one ends. A prompt that
         is longer than the pool has room for is computed in chunks, while the window passes."""
+        prompt, new = request_tokens
         engine = engine_for(model, page_tokens=page_tokens)
         most = max(units_seen(engine, at + 1, at) for at in range(prompt + new - 1))
         least = -(-most * engine.config.unit_tokens // engine._plan.slices)
@@ -444,11 +458,11 @@ class TestSessions:
         twin.close()
         return kept, said
 
-    @pytest.mark.parametrize("length, kept", [(0, 43), (1, 42), (3, 40), (12, 0)])
-    def test_turns_forks_and_cut_stop_strings(self, model, engine_for, piece_tokenizer, assert_idle, length, kept):
+    @pytest.mark.parametrize("cut, model", covering([(0, 43), (1, 42), (3, 40), (12, 0)], MODELS), indirect=["model"])
+    def test_turns_forks_and_cut_stop_strings(self, model, engine_for, piece_tokenizer, assert_idle, cut):
         """A turn of 14 tokens, or 13 of which a stop string cuts the last. One that is longer than the window takes the
         session back to where pages are gone: it keeps none."""
-        tokenizer = piece_tokenizer([chr(0x4E00 + token) for token in range(128)])
+        (length, kept), tokenizer = cut, piece_tokenizer([chr(0x4E00 + token) for token in range(128)])
         free = engine_for(model, tokenizer, layer_groups=False)
         text = free.generate([self.PROMPT], SamplingParams(max_tokens=14, **GREEDY))[0].samples[0].text
         stop = (text[13 - length : 13],) if length else ()

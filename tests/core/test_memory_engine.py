@@ -19,6 +19,8 @@ from octavo.core.policies.lru_k import LruK
 from octavo.kernels import ops
 from octavo.scripts.build import method
 
+from ..cells import covering
+
 GREEDY = {"ignore_eos": True}
 
 
@@ -71,11 +73,9 @@ def serve_traffic(engine, drain, **kwargs):
     return [drained.tokens_of(request_id) for request_id in ids]
 
 
-@pytest.mark.parametrize("host_tokens", [0, 600])
-@pytest.mark.parametrize("eviction", EVICTIONS)
-@pytest.mark.parametrize("allocator", ALLOCATORS)
+@pytest.mark.parametrize(("allocator", "host_tokens", "eviction"), covering(ALLOCATORS, [600, 0], EVICTIONS))
 def test_every_policy(
-    allocator, eviction, host_tokens, request, host_tier_for, engine_for, drain, traffic_of, assert_nothing_held
+    allocator, host_tokens, eviction, request, host_tier_for, engine_for, drain, traffic_of, assert_nothing_held
 ):
     model = request.getfixturevalue("g_model" if (len(allocator) + len(eviction)) % 2 else "t_model")
     engine = host_tier_for(
@@ -89,19 +89,22 @@ def test_every_policy(
         assert engine._host.stored > 20 and engine._host.restored > 5 and stats.host_units_held > 20
 
 
-@pytest.mark.parametrize("backend", ["reference", "cpu"])
+FIELDS = {
+    "tiny_host": {"host_tokens": 12},
+    "small_host_3_unit_pages": {"host_tokens": 40, "page_tokens": 12},
+    "roomy_host_small_steps": {"host_tokens": 2000, "page_tokens": 12, "step_tokens": 16},
+    "elastic": {"host_tokens": 300, "base_share": 0.5, "growth_tokens": 12, "pool_tokens": 80},
+    "eviction_object": {"host_tokens": 300, "eviction": LruK(k=3)},
+}
+
+
 @pytest.mark.parametrize(
-    "fields",
-    [
-        {"host_tokens": 12},
-        {"host_tokens": 40, "page_tokens": 12},
-        {"host_tokens": 2000, "page_tokens": 12, "step_tokens": 16},
-        {"host_tokens": 300, "base_share": 0.5, "growth_tokens": 12, "pool_tokens": 80},
-        {"host_tokens": 300, "eviction": LruK(k=3)},
-    ],
-    ids=["tiny_host", "small_host_3_unit_pages", "roomy_host_small_steps", "elastic", "eviction_object"],
+    ("fields", "model", "backend"),
+    covering(FIELDS, ["t_model", "g_model"], ["reference", "cpu"], together=2),
+    indirect=["model"],
 )
 def test_traffic(model, backend, fields, host_tier_for, engine_for, drain, traffic_of, assert_nothing_held):
+    fields = FIELDS[fields]
     engine = host_tier_for(model, **{"pool_tokens": 110, "max_seqs": 4, "backend": backend, **fields})
     host, both = engine._host, 0
     before = host.stored, host.restored
@@ -363,8 +366,11 @@ class FailingBus:
         monkeypatch.setattr(host_tier.ops, "transfer", fragile)
 
 
-@pytest.mark.parametrize("number", [1, 2])
-@pytest.mark.parametrize("way", ["out", "in"])
+@pytest.mark.parametrize(
+    ("way", "number", "model"),
+    covering(["out", "in"], [1, 2], ["t_model", "g_model"], together=2),
+    indirect=["model"],
+)
 class TestFailingTransfer:
     def test_the_engine_goes_on(
         self, way, number, model, host_tier_for, engine_for, traffic_of, monkeypatch, assert_nothing_held

@@ -132,9 +132,11 @@ class Traffic(RuleBasedStateMachine):
             self.fixtures.totals[name] = self.fixtures.totals.get(name, 0) + count
 
 
+@pytest.mark.parametrize("examples", [4, pytest.param(12, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("name", "pool_tokens", "host_tokens"), [("g_model", 56, 100), ("t_model", 72, 48)])
-def test_traffic(request, engine_for, host_tier_for, assert_nothing_held, name, pool_tokens, host_tokens):
-    model, known = request.getfixturevalue(name), {}
+def test_traffic(request, engine_for, host_tier_for, assert_nothing_held, name, pool_tokens, host_tokens, examples):
+    model = request.getfixturevalue(name)
+    roomy, known = engine_for(model, prefix_cache=False), {}
 
     def tight():
         return host_tier_for(
@@ -145,7 +147,7 @@ def test_traffic(request, engine_for, host_tier_for, assert_nothing_held, name, 
     def alone(prompt, params):
         key = tuple(prompt), repr(params)
         if key not in known:
-            samples = engine_for(model, prefix_cache=False).generate([prompt], params)[0].samples
+            samples = roomy.generate([prompt], params)[0].samples
             known[key] = [sample.token_ids for sample in samples]
         return known[key]
 
@@ -157,5 +159,5 @@ def test_traffic(request, engine_for, host_tier_for, assert_nothing_held, name, 
     machine.fixtures = SimpleNamespace(
         tight=tight, alone=alone, failing=failing, assert_nothing_held=assert_nothing_held, totals=totals
     )
-    run_state_machine_as_test(machine, settings=settings(max_examples=12, stateful_step_count=30))
-    assert min(totals.values()) > 2, f"the traffic was too light: {totals}"
+    run_state_machine_as_test(machine, settings=settings(max_examples=examples, stateful_step_count=30))
+    assert min(totals.values()) > examples // 6, f"the traffic was too light: {totals}"

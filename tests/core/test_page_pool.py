@@ -477,4 +477,4 @@ class Tables(RuleBasedStateMachine):
 @pytest.mark.parametrize("allocator, size", [("stack", 1), ("stack", 3), ("first_fit", 2), ("buddy", 3)])
 def test_tables(allocator, size):
     machine = type("Tables", (Tables,), {"allocator": allocator, "size": size})
-    run_state_machine_as_test(machine, settings=settings(max_examples=60, stateful_step_count=40))
+    run_state_machine_as_test(machine, settings=settings(max_examples=25, stateful_step_count=40))

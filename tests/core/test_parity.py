@@ -93,26 +93,42 @@ def check_batch(reference, engine):
     assert all(len(c.samples[0].token_ids) == NEW for c in completions)
 
 
-@pytest.mark.parametrize("backend", ["reference", "cpu"])
-@pytest.mark.parametrize("page_tokens", [1, 4, 16, 5, 24])
+slow = pytest.mark.slow
+"""What no architecture has a part in: which page sizes, chunks and backends there are beside the first ones."""
+
+BACKENDS = [pytest.param("reference", marks=slow), "cpu"]
+
+
+@pytest.mark.parametrize(
+    "page_tokens, backend",
+    [
+        (5, "reference"),
+        (16, "cpu"),
+        *(pytest.param(size, "reference", marks=slow) for size in (1, 4, 16, 24)),
+        *(pytest.param(size, "cpu", marks=slow) for size in (1, 4, 5, 24)),
+    ],
+)
 def test_page_sizes(reference, engine_for, page_tokens, backend):
     check_batch(reference, engine_for(reference.model, page_tokens=page_tokens, backend=backend))
 
 
-@pytest.mark.parametrize("step_tokens, page_tokens, backend", [(7, 4, "cpu"), (7, 16, "reference"), (1, 5, "cpu")])
+@pytest.mark.parametrize(
+    "step_tokens, page_tokens, backend",
+    [(7, 4, "cpu"), pytest.param(7, 16, "reference", marks=slow), pytest.param(1, 5, "cpu", marks=slow)],
+)
 def test_chunks(reference, engine_for, step_tokens, page_tokens, backend):
     engine = engine_for(reference.model, page_tokens=page_tokens, step_tokens=step_tokens, backend=backend)
     check_batch(reference, engine)
 
 
-@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_preemption(reference, engine_for, backend):
     engine = engine_for(reference.model, pool_tokens=32, backend=backend)
     check_batch(reference, engine)
     assert engine.stats().preemptions > 0
 
 
-@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_prefix_hits(reference, engine_for, backend):
     engine = engine_for(reference.model, backend=backend)
     prompt, compared = reference.prompts[3], 0

@@ -11,6 +11,7 @@ from octavo.sparse.keep import Keep
 from octavo.sparse.method import Method
 from octavo.sparse.scorers import UpperBound
 
+from ..cells import covering
 from .mixed_requests import MIXED, found, run, tokens
 
 QUEST = Method("quest", UpperBound(), Uniform(tokens=16), digest=MinMax(), keep=Keep(sink_tokens=4, recent_tokens=4))
@@ -36,8 +37,10 @@ def in_pieces(model, execution="eager", **fields):
     return engine
 
 
-@pytest.mark.parametrize("fields", [{"step_tokens": 16}, {"step_tokens": 100}, {"step_tokens": 5}], ids=str)
-@pytest.mark.parametrize("model", ["t_model", "w_model", "g_model"])
+@pytest.mark.parametrize(
+    "model, fields",
+    covering(["t_model", "w_model", "g_model"], [{"step_tokens": 16}, {"step_tokens": 100}, {"step_tokens": 5}]),
+)
 def test_the_tokens_of_whole_passes(model, fields, request):
     model = request.getfixturevalue(model)
     whole, pieces = Engine(model, None, EngineConfig(**CONFIG, execution="eager", **fields)), in_pieces(model, **fields)

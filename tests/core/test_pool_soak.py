@@ -153,7 +153,7 @@ COMBINATIONS = list(product(ALLOCATORS, EVICTIONS))
 
 @pytest.mark.parametrize(("allocator", "eviction"), COMBINATIONS)
 def test_a_short_life(allocator, eviction):
-    Life(allocator, eviction, seed=1).live(operations=4000, every=20)
+    Life(allocator, eviction, seed=1).live(operations=2000, every=20)
 
 
 @pytest.mark.soak

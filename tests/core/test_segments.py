@@ -11,6 +11,8 @@ from octavo.core.policies.page_divisors import DivisorPages, RowPages, WholePage
 from octavo.core.policies.page_size import RatioPages
 from octavo.core.serving.prompts import TokenSegment
 
+from ..cells import covering
+
 GREEDY = {"ignore_eos": True}
 POLICIES = {
     "fixed": {"text": 8, "image": 12},
@@ -87,8 +89,11 @@ PROMPTS = [
 ]
 
 
-@pytest.mark.parametrize(("backend", "step_tokens"), [("reference", 8192), ("cpu", 7)])
-@pytest.mark.parametrize("policies", POLICIES)
+@pytest.mark.parametrize(
+    ("policies", "backend", "model", "step_tokens"),
+    covering(POLICIES, ["reference", "cpu"], ["t_model", "g_model"], [7, 8192]),
+    indirect=["model"],
+)
 def test_answers_are_those_of_the_same_tokens(
     model, backend, policies, step_tokens, paged, unsegmented, drain, assert_nothing_held
 ):
@@ -137,8 +142,11 @@ class TestHits:
             engine = paged(t_model)
             engine.generate([whole], SamplingParams(max_tokens=1))
 
-    @pytest.mark.parametrize("host_tokens", [0, 400])
-    @pytest.mark.parametrize("order", [1, -1])
+    @pytest.mark.parametrize(
+        ("host_tokens", "order", "model"),
+        covering([0, 400], [1, -1], ["t_model", "g_model"], together=2),
+        indirect=["model"],
+    )
     def test_the_same_tokens_on_pages_of_two_sizes(
         self, host_tokens, order, model, paged, unsegmented, drain, give_everything_up, assert_nothing_held
     ):

@@ -7,6 +7,8 @@ import torch
 
 from octavo.core import CapacityError, SamplingParams
 
+from ..cells import covering
+
 GREEDY = {"ignore_eos": True}
 
 
@@ -148,8 +150,7 @@ class TestStopStrings:
         session.generate(SamplingParams(max_tokens=8, stop="END", include_stop=True))
         assert session.tokens == [0, 1, 2, 3, 4, 5]
 
-    @pytest.mark.parametrize("page_tokens", [1, 2, 4, 16])
-    @pytest.mark.parametrize("cut", [1, 2, 3, 5])
+    @pytest.mark.parametrize("page_tokens, cut", covering([1, 2, 4, 16], [1, 2, 3, 5]))
     def test_after_a_cut_the_model_sees_the_kept_history_only(
         self, make_llama, engine_for, piece_tokenizer, assert_idle, page_tokens, cut
     ):

@@ -458,7 +458,7 @@ class TestEngine:
             return known[key]
 
         @given(st.lists(traffic, min_size=6, max_size=14), st.sampled_from([40, 72]), st.sampled_from([9, 64]))
-        @settings(max_examples=8)
+        @settings(max_examples=4)
         def run(steps, pool_tokens, step_tokens):
             engine = shared_for(t_model, pool_tokens=pool_tokens, step_tokens=step_tokens, max_seqs=6)
             asked, done = {}, {}

@@ -184,9 +184,9 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("fields", VARIANTS.values(), ids=VARIANTS)
-def test_three_hundred_requests(t_model, host_tier_for, alone, fields, give_everything_up, assert_nothing_held):
+def test_a_hundred_requests(t_model, host_tier_for, alone, fields, give_everything_up, assert_nothing_held):
     engine = host_tier_for(t_model, **TIGHT, **fields)
-    soak(engine, alone, 300, 0.1, give_everything_up, assert_nothing_held)
+    soak(engine, alone, 100, 0.3, give_everything_up, assert_nothing_held)
 
 
 @pytest.mark.soak

@@ -159,21 +159,18 @@ class Traffic(RuleBasedStateMachine):
             assert one == (other and pytest.approx(other, abs=1e-3))
 
 
+@pytest.mark.parametrize("examples", [8, pytest.param(40, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "name, fields, examples",
+    "name, fields",
     [
-        ("t_model", {"pool_tokens": 60, "step_tokens": 9, "max_seqs": 4}, 40),
-        ("t_model", {"pool_tokens": 56, "step_tokens": 64, "max_seqs": 6, "prefix_cache": False}, 40),
-        ("w_model", {"pool_tokens": 60, "page_tokens": 5, "step_tokens": 3, "max_seqs": 3}, 40),
-        ("g_model", {"pool_tokens": 48, "step_tokens": 11, "max_seqs": 4}, 20),
-        ("t_model", {"pool_tokens": 60, "step_tokens": 9, "max_seqs": 4, "execution": "graph"}, 40),
-        ("g_model", {"pool_tokens": 48, "step_tokens": 11, "max_seqs": 4, "execution": "graph"}, 20),
-        ("t_model", {"pool_tokens": 48, "step_tokens": 9, "max_seqs": 5, "method": DRAFTING}, 30),
-        (
-            "g_model",
-            {"pool_tokens": 48, "step_tokens": 11, "max_seqs": 4, "method": DRAFTING, "execution": "graph"},
-            20,
-        ),
+        ("t_model", {"pool_tokens": 60, "step_tokens": 9, "max_seqs": 4}),
+        ("t_model", {"pool_tokens": 56, "step_tokens": 64, "max_seqs": 6, "prefix_cache": False}),
+        ("w_model", {"pool_tokens": 60, "page_tokens": 5, "step_tokens": 3, "max_seqs": 3}),
+        ("g_model", {"pool_tokens": 48, "step_tokens": 11, "max_seqs": 4}),
+        ("t_model", {"pool_tokens": 60, "step_tokens": 9, "max_seqs": 4, "execution": "graph"}),
+        ("g_model", {"pool_tokens": 48, "step_tokens": 11, "max_seqs": 4, "execution": "graph"}),
+        ("t_model", {"pool_tokens": 48, "step_tokens": 9, "max_seqs": 5, "method": DRAFTING}),
+        ("g_model", {"pool_tokens": 48, "step_tokens": 11, "max_seqs": 4, "method": DRAFTING, "execution": "graph"}),
     ],
     ids=[
         "small_steps",
@@ -188,12 +185,12 @@ class Traffic(RuleBasedStateMachine):
 )
 def test_traffic(request, engine_for, assert_idle, name, fields, examples):
     model = request.getfixturevalue(name)
-    known = {}
+    roomy, known = engine_for(model, prefix_cache=False), {}
 
     def alone(prompt, params):
         key = tuple(prompt), repr(params)
         if key not in known:
-            known[key] = engine_for(model, prefix_cache=False).generate([prompt], params)[0]
+            known[key] = roomy.generate([prompt], params)[0]
         return known[key]
 
     def failing(*_):
@@ -207,4 +204,4 @@ def test_traffic(request, engine_for, assert_idle, name, fields, examples):
         tight=lambda: engine_for(model, **fields), alone=alone, assert_idle=assert_idle, failing=failing, totals=totals
     )
     run_state_machine_as_test(machine, settings=settings(max_examples=examples, stateful_step_count=40))
-    assert min(totals.values()) > 15, f"the traffic was too light: {totals}"
+    assert min(totals.values()) > examples // 3, f"the traffic was too light: {totals}"
