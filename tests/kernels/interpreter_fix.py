@@ -7,8 +7,17 @@ Triton stores bf16 as uint16 in the interpreter. Three things go wrong there:
     rounding      fp32 -> bf16 drops the low bits of the significand instead of rounding to nearest even
     products      ``tl.dot`` of bf16 operands multiplies the bit patterns as integers
 
+And two make it slow, half of a kernel's time where it calls device functions:
+
+    calls         every call of a device function looks the whole language up and puts the interpreter's functions in
+                  place of Triton's, which the kernel's launch has done already
+    dtypes        every load, splat and conversion makes a table of all dtypes to look one up in
+
 ``test_interpreter_fix.py`` fails loudly when a repair stops working, and when Triton no longer needs it.
 """
+
+import inspect
+from functools import cache
 
 import numpy as np
 import triton
@@ -20,6 +29,8 @@ INDEX_BROKEN = tuple(int(part) for part in triton.__version__.split(".")[:2]) < 
 _dot = interpreter.InterpreterBuilder.create_dot
 _convert = interpreter._convert_float
 _patch_tensor = interpreter._patch_lang_tensor
+_patch_lang = interpreter._patch_lang
+_np_dtype = interpreter._get_np_dtype
 
 
 def widen(bits: np.ndarray) -> np.ndarray:
@@ -54,6 +65,25 @@ def _patch_tensor_index(tensor, scope):  # type: ignore[no-untyped-def]
     scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
 
+def _patch_lang_once(fn):  # type: ignore[no-untyped-def]
+    """The modules of the language that ``fn`` sees are changed together and put back together, so one member of each
+    says whether they are as the interpreter wants them."""
+    seen = [value for value in fn.__globals__.values() if inspect.ismodule(value) and value in (tl, tl.core)]
+    if seen and not any(tl.core.is_builtin(module.load) for module in seen):
+        return interpreter._LangPatchScope()
+    return _patch_lang(fn)
+
+
+@cache
+def _np_dtype_of_scalar(dtype):  # type: ignore[no-untyped-def]
+    return _np_dtype(dtype)
+
+
+def _np_dtype_once(dtype):  # type: ignore[no-untyped-def]
+    element = dtype.element_ty if isinstance(dtype, tl.block_type) else dtype
+    return np.dtype(np.uint64) if isinstance(element, tl.pointer_type) else _np_dtype_of_scalar(element)
+
+
 @triton.jit
 def probe_loop(out, n):
     total = 0
@@ -69,6 +99,17 @@ def probe_cast(x, out, N: tl.constexpr):
 
 
 @triton.jit
+def double(x):
+    return x * 2
+
+
+@triton.jit
+def probe_call(x, out, N: tl.constexpr):
+    at = tl.arange(0, N)
+    tl.store(out + at, double(double(tl.load(x + at))))
+
+
+@triton.jit
 def probe_dot(a, b, out, N: tl.constexpr):
     at = tl.arange(0, N)[:, None] * N + tl.arange(0, N)[None, :]
     tl.store(out + at, tl.dot(tl.load(a + at), tl.load(b + at)))
@@ -78,6 +119,8 @@ def install() -> None:
     """Repair the interpreter; call it before the first kernel runs."""
     interpreter.InterpreterBuilder.create_dot = _dot_of_values
     interpreter._convert_float = _rounding_convert
+    interpreter._patch_lang = _patch_lang_once
+    interpreter._get_np_dtype = _np_dtype_once
     if INDEX_BROKEN:
         interpreter._patch_lang_tensor = _patch_tensor_index
 
@@ -87,3 +130,5 @@ def uninstall() -> None:
     interpreter.InterpreterBuilder.create_dot = _dot
     interpreter._convert_float = _convert
     interpreter._patch_lang_tensor = _patch_tensor
+    interpreter._patch_lang = _patch_lang
+    interpreter._get_np_dtype = _np_dtype
