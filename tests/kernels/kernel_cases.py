@@ -5,9 +5,12 @@ entries past a row's length point at. A kernel that reads one token too many say
 """
 
 import zlib
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import cycle
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -251,6 +254,16 @@ def _units(tokens: int, case: Case, unit: int) -> tuple[Tensor, Tensor]:
         valid.pop()
         start.pop()
     return torch.tensor(valid, dtype=torch.int64), torch.tensor(start, dtype=torch.int64)
+
+
+def in_turn(cases: Iterable[Any], others: Sequence[Any]) -> list[Any]:
+    """(case, other) for ``parametrize``: each case with one of the others by default, in turn, and with the rest among
+    the slow tests."""
+    return [
+        pytest.param(case, other, marks=() if (i - j) % len(others) == 0 else pytest.mark.slow)
+        for i, case in enumerate(cases)
+        for j, other in enumerate(others)
+    ]
 
 
 def error(got: Tensor, want: Tensor) -> float:

@@ -6,7 +6,7 @@ from itertools import permutations
 
 import pytest
 import torch
-from kernel_cases import DECODE, LARGE_DECODE, LARGE_PREFILL, LAYER, PREFILL, TOLERANCE, Case, build, check
+from kernel_cases import DECODE, LARGE_DECODE, LARGE_PREFILL, LAYER, PREFILL, TOLERANCE, Case, build, check, in_turn
 
 from octavo.kernels import ops
 from octavo.kernels.cpu.attention import decode_gathered, prefill_gathered
@@ -77,15 +77,19 @@ def test_prefill_triton(case, small_tiles):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", DTYPES[1:], ids=ids)
-@pytest.mark.parametrize("case", [c for c in DECODE + PREFILL if c.name in HALF_CASES], ids=ids)
+@pytest.mark.parametrize(
+    ("case", "dtype"), in_turn([c for c in DECODE + PREFILL if c.name in HALF_CASES], DTYPES[1:]), ids=ids
+)
 def test_half_precision(case, dtype, backend):
     compare(backend, case, dtype)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtypes", [*permutations(DTYPES, 2)], ids=lambda pair: "q-{}-pool-{}".format(*map(ids, pair)))
-@pytest.mark.parametrize("case", [c for c in DECODE + PREFILL if c.name in ("unit-8", "prefill-chunk")], ids=ids)
+@pytest.mark.parametrize(
+    ("dtypes", "case"),
+    in_turn([*permutations(DTYPES, 2)], [c for c in DECODE + PREFILL if c.name in ("unit-8", "prefill-chunk")]),
+    ids=lambda x: "q-{}-pool-{}".format(*map(ids, x)) if isinstance(x, tuple) else ids(x),
+)
 def test_a_pool_of_another_dtype_than_the_queries(case, dtypes, backend):
     """The queries are numbers that both types have, so what is compared is no rounding of theirs."""
     q_dtype, pool_dtype = dtypes

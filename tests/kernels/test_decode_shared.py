@@ -6,7 +6,7 @@ from itertools import accumulate
 
 import pytest
 import torch
-from kernel_cases import LAYER, LAYERS, TOLERANCE, check, error
+from kernel_cases import LAYER, LAYERS, TOLERANCE, check, error, in_turn
 from torch import Tensor
 
 from octavo.kernels import ops
@@ -210,8 +210,9 @@ def test_it_is_decode_in_triton_with_the_real_tiles(case):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", DTYPES[1:], ids=ids)
-@pytest.mark.parametrize("case", [case for case in CASES if case.name in HALF_CASES], ids=ids)
+@pytest.mark.parametrize(
+    ("case", "dtype"), in_turn([case for case in CASES if case.name in HALF_CASES], DTYPES[1:]), ids=ids
+)
 def test_half_precision(case, dtype, backend):
     compare(backend, case, dtype)
 

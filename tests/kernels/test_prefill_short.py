@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernel_cases import LAYER, Case, build, check
+from kernel_cases import LAYER, Case, build, check, in_turn
 
 from octavo.kernels import log, ops
 from octavo.kernels.layout import entry_units, pack_entries
@@ -116,8 +116,7 @@ class TestInterpreted:
     def test_agrees_with_the_reference(self, case):
         compare(case, torch.float32)
 
-    @pytest.mark.parametrize("dtype", DTYPES[1:], ids=ids)
-    @pytest.mark.parametrize("case", HALF, ids=ids)
+    @pytest.mark.parametrize(("case", "dtype"), in_turn(HALF, DTYPES[1:]), ids=ids)
     def test_half_precision(self, case, dtype):
         compare(case, dtype)
 

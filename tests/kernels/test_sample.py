@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 import torch
+from kernel_cases import in_turn
 
 from octavo.kernels import ops
 from octavo.kernels.reference.sampling import exponentials, row_keys
@@ -132,10 +133,9 @@ FILTERS = {
 
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("target", TARGETS, ids="-".join)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("filters", FILTERS.values(), ids=FILTERS)
+@pytest.mark.parametrize(("filters", "dtype"), in_turn(FILTERS, DTYPES), ids=str)
 def test_random_rows(target, dtype, filters):
-    rows = random_rows(3, 101, dtype, **filters)
+    rows = random_rows(3, 101, dtype, **FILTERS[filters])
     check(rows.sample(target), rows)
 
 
@@ -204,7 +204,7 @@ def test_a_token_depends_on_its_row_alone(target):
 
 @pytest.mark.parametrize("target", TARGETS[2:], ids="-".join)
 def test_how_a_row_is_divided_leaves_no_trace(target):
-    rows = random_rows(8, 300, torch.float32, top_p=[0.9, 0.5] * 4, top_k=[0] * 7 + [60], temperature=3.0)
+    rows = random_rows(4, 200, torch.float32, top_p=[0.9, 0.5] * 2, top_k=[0, 0, 0, 60], temperature=3.0)
     drawn = []
     for programs in (1, 8, 64):
         with (
@@ -240,8 +240,7 @@ class TestDistribution:
     CASES = ({}, {"temperature": 2.0}, {"top_k": 3}, {"top_p": 0.8}, {"min_p": 0.2}, {"top_k": 5, "top_p": 0.9})
 
     @pytest.mark.parametrize("target", [TARGETS[0], TARGETS[1], TARGETS[3]], ids="-".join)
-    @pytest.mark.parametrize("filters", CASES, ids=str)
-    @pytest.mark.parametrize("stream", ["seeds", "draws"])
+    @pytest.mark.parametrize(("filters", "stream"), in_turn(CASES, ["seeds", "draws"]), ids=str)
     def test_draws_follow_the_filtered_softmax(self, target, filters, stream):
         count = 4000
         streams = {"seeds": torch.full((count,), 11), "draws": torch.zeros(count, dtype=torch.int64)}

@@ -5,12 +5,15 @@ Requests that are stopped at different tokens run in one batch, each with a salt
 pages of another.
 """
 
+from itertools import product
+
 import numpy as np
 import pytest
 
 from octavo.core import Engine, EngineConfig, SamplingParams, TokenSegment
 from octavo.multimodal import EncodeWorker
 
+from ..cells import covering
 from ..pictures import preempt
 from .patch_tower import patch_encoder
 
@@ -62,9 +65,25 @@ def encoders():
     return {both_ways: patch_encoder(GRID, HIDDEN, bidirectional=both_ways) for both_ways in (False, True)}
 
 
-@pytest.fixture(params=["t_model in thread", "t_model beside", "g_model in thread"])
+SETTINGS = ["t_model in thread", "t_model beside", "g_model in thread"]
+"""Layers with windows, and an encoder beside the engine, have nothing to do with one another."""
+
+pytestmark = pytest.mark.parametrize(
+    ("seen", "setting"),
+    covering(product(PROMPTS, ["causal", "bidirectional"]), SETTINGS),
+    ids=lambda x: x if isinstance(x, str) else "-".join(x),
+    indirect=True,
+)
+
+
+@pytest.fixture
+def seen(request):
+    """A prompt, and how its images see themselves."""
+    return request.param
+
+
+@pytest.fixture
 def setting(request):
-    """Layers with windows, and an encoder beside the engine, have nothing to do with one another."""
     return request.param.split(" ", 1)
 
 
@@ -82,14 +101,14 @@ def encoder(setting, encoders, both_ways):
         yield worker
 
 
-@pytest.fixture(params=[False, True], ids=["causal", "bidirectional"])
-def both_ways(request):
-    return request.param
+@pytest.fixture
+def both_ways(seen):
+    return seen[1] == "bidirectional"
 
 
-@pytest.fixture(params=list(PROMPTS))
-def prompt(request):
-    return PROMPTS[request.param]
+@pytest.fixture
+def prompt(seen):
+    return PROMPTS[seen[0]]
 
 
 @pytest.fixture(scope="module")

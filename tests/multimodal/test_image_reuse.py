@@ -23,7 +23,7 @@ from .reuse_cases import COPY, LONG, MODES, PROMPTS, answers, logits_of, modes, 
 def test_answers_of_every_chunk_size(mode, backend, t_model, served, expected, drain, assert_nothing_held):
     """With what was computed before in the cache, and without."""
     wanted = expected(LONG, mode)
-    for step_tokens in (*range(1, 14, 1 if backend == "reference" else 5), 20, 8192):
+    for step_tokens in (*range(1, 14, 2 if backend == "reference" else 6), 20, 8192):
         engine = served(t_model, mode, step_tokens=step_tokens, backend=backend)
         for _ in range(2):
             assert answers(engine, drain, [LONG]) == [wanted], step_tokens
@@ -88,12 +88,12 @@ def test_any_pages_evicted(mode, t_model, served, expected, drain, assert_nothin
         engine.check()
         assert answers(engine, drain, [prompt]) == [wanted], gone
         assert_nothing_held(engine)
-        gone += 1
+        gone += 2
     assert gone > 10
 
 
 @modes
-@pytest.mark.parametrize("eviction", ["lru", "lfu", "fifo"])
+@pytest.mark.parametrize("eviction", ["lru", *(pytest.param(name, marks=pytest.mark.slow) for name in ("lfu", "fifo"))])
 def test_a_pool_that_is_too_small_for_all(mode, eviction, t_model, served, expected, drain, assert_nothing_held):
     prompts = [[text(7, i), Picture(10 + i % 3, 9), text(3, 20 + i), Picture(10 + i, 7), text(2)] for i in range(5)]
     engine = served(t_model, mode, pool_tokens=96 if mode.copies else 64, step_tokens=9, eviction=eviction)
@@ -202,7 +202,7 @@ def test_engines_that_replay(t_model, served, expected, drain, assert_nothing_he
 
 
 @modes
-@pytest.mark.parametrize("execution", ["eager", "graph"])
+@pytest.mark.parametrize("execution", [pytest.param("eager", marks=pytest.mark.slow), "graph"])
 def test_beside_drafts(mode, execution, t_model, served, expected, drain, assert_nothing_held):
     """Texts that a method drafts, in the same steps and a pool that is too small for all."""
     drafting = Lossless(Method("random", Random(), Uniform(8)), 3)
@@ -418,7 +418,7 @@ class TestRefusals:
             RepairReuse(**fields)
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(data=st.data())
 def test_any_traffic(data, t_model, served, expected, drain, assert_nothing_held):
     """Requests of any texts and images and modes, on any steps and pools, with preemptions and aborts in between."""
