@@ -19,7 +19,10 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 
 @pytest.fixture(scope="session", autouse=True)
 def _compose_once() -> Iterator[None]:
-    """A method of ours is composed once, not twice by every run; with folders of a user's in the search path, anew."""
+    """A method of ours is composed once, not twice by every run; with folders of a user's in the search path, anew.
+    And a command is composed once, not twice: Hydra composes it to learn ``hydra.mode``, which no test sets."""
+    from hydra._internal.hydra import Hydra
+
     from octavo.scripts import build
 
     known: dict[tuple[str, str], Any] = {}
@@ -34,6 +37,7 @@ def _compose_once() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "_compose", composed)
+        patch.setattr(Hydra, "get_mode", lambda self, config_name, overrides: None)
         yield
 
 

@@ -151,8 +151,10 @@ class TestCommand:
         assert {file.name for file in (outcome.folder / "plots").iterdir()} == {"conversations.png", "accuracy.png"}
         assert "eight images: which image has a" in outcome.out and "tokens found" in outcome.out
 
+    @pytest.mark.slow
     def test_an_interrupted_run_goes_on(self, octavo: Command, tiny_demo: Path) -> None:
-        folder = octavo(*self.ARGUMENTS, f"model.path={tiny_demo}", "page_map=false").folder
+        small = ("exams=[colour]", "limit=1", "page_map=false")
+        folder = octavo(*self.ARGUMENTS, f"model.path={tiny_demo}", *small).folder
         file = folder / "samples.jsonl"
         lines = file.read_text().splitlines(keepends=True)
         kept = next(n for n, line in enumerate(lines) if json.loads(line)["exam"] == "colour") + 1
