@@ -304,8 +304,19 @@ def test_every_experiment_that_runs_an_engine_is_in_the_table() -> None:
     assert set(RUNS) == {name for name, keys in schema.EXPERIMENTS.items() if issubclass(keys, schema.WithPageMap)}
 
 
-@pytest.mark.parametrize("wanted", [True, False], ids=["on", "off"])
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        *(pytest.param(name, True, id=f"{name}-on") for name in RUNS),
+        pytest.param("code_completion", False, id="code_completion-off"),
+        pytest.param("throughput", False, id="throughput-off"),
+        *(
+            pytest.param(name, False, id=f"{name}-off", marks=pytest.mark.slow)
+            for name in RUNS
+            if name not in ("code_completion", "throughput")
+        ),
+    ],
+)
 def test_it_is_part_of_the_report(
     name: str, wanted: bool, octavo: Command, arguments: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ from octavo.core.step_plan import StepPlan
 from octavo.scripts.build import method
 from octavo.sparse.placements import Resident
 
+from ..cells import covering
 from .method_cases import BUDGET, NAMES, PROMPT, PYRAMIDS, SMALL, SMALLER, make
 
 
@@ -29,6 +30,21 @@ def params(**kwargs):
     return SamplingParams(**{"max_tokens": 12, "ignore_eos": True, "seed": 1, **kwargs})
 
 
+@pytest.fixture(scope="module")
+def alone(model, engine_for, drain):
+    """``alone(name, budget)``: a sample of PROMPT under a method that has an engine for itself."""
+    known = {}
+
+    def sample(name, budget=BUDGET):
+        if (name, budget) not in known:
+            chosen = None if name == "dense" else make(name, budget)
+            request = {"a": (PROMPT, params(logprobs=1), chosen)}
+            known[name, budget] = run(engine_for(model), drain, request)["a"].samples[0]
+        return known[name, budget]
+
+    return sample
+
+
 def run(engine, drain, requests):
     """``requests``: id -> (prompt, params, method)."""
     for request_id, (prompt, sampling, one) in requests.items():
@@ -37,19 +53,15 @@ def run(engine, drain, requests):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_full_budget_is_dense_bit_for_bit(name, model, engine_for, drain):
-    sampling = params(logprobs=1)
-    dense = run(engine_for(model), drain, {"a": (PROMPT, sampling, None)})["a"].samples[0]
-    full = run(engine_for(model), drain, {"a": (PROMPT, sampling, make(name, 2000))})["a"].samples[0]
+def test_a_full_budget_is_dense_bit_for_bit(name, alone):
+    dense, full = alone("dense"), alone(name, 2000)
     assert full.logprobs == dense.logprobs
     assert full.kv_bytes_read == dense.kv_bytes_read and full.digest_bytes_read == 0
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_small_budget_reads_less_and_differs(name, model, engine_for, drain):
-    sampling = params(logprobs=1)
-    dense = run(engine_for(model), drain, {"a": (PROMPT, sampling, None)})["a"].samples[0]
-    small = run(engine_for(model), drain, {"a": (PROMPT, sampling, make(name, 12))})["a"].samples[0]
+def test_a_small_budget_reads_less_and_differs(name, alone):
+    dense, small = alone("dense"), alone(name, 12)
     assert small.kv_bytes_read < 0.6 * dense.kv_bytes_read
     assert small.logprobs != dense.logprobs
 
@@ -97,8 +109,7 @@ def assert_read(chosen, sample, cost):
         assert sample.kv_bytes_read == cost.kv_bytes
 
 
-@pytest.mark.parametrize("page_tokens", [4, 12, 16])
-@pytest.mark.parametrize("name", ["dense", *NAMES])
+@pytest.mark.parametrize("name, page_tokens", covering(["dense", *NAMES], [12, 4, 16]))
 def test_predicted_bytes_are_the_counted_ones(name, page_tokens, model, engine_for, drain):
     chosen = None if name == "dense" else make(name, 3 * page_tokens, page_tokens)
     engine = engine_for(model, page_tokens=page_tokens, pool_tokens=40 * page_tokens)
@@ -124,8 +135,7 @@ def test_predicted_bytes_with_a_window(name, w_model, engine_for, drain):
     assert cost.kv_bytes <= 11 * 2 * 3 * 2 * 2 * 4 * 16 * 4  # steps, layers, units of a window of 8, K and V, ...
 
 
-@pytest.mark.parametrize("page_tokens", [4, 12])
-@pytest.mark.parametrize("name", ["dense", *NAMES])
+@pytest.mark.parametrize("name, page_tokens", covering(["dense", *NAMES], [4, 12]))
 def test_predicted_bytes_beside_a_window(name, page_tokens, g_model, engine_for, drain):
     """The layer without a window reads what its method chooses, the others their window."""
     parts = {"dense_layers": [], **choosing(name, [2])}
@@ -156,13 +166,12 @@ def test_methods_share_a_batch_and_a_prompt_without_noticing(backend, model, eng
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_preemption_and_pool_order_do_not_matter(name, model, engine_for, drain):
+def test_preemption_and_pool_order_do_not_matter(name, model, engine_for, drain, alone):
     chosen = make(name)
-    alone = run(engine_for(model), drain, {"a": (PROMPT, params(), chosen)})["a"].samples[0].token_ids
     engine = engine_for(model, pool_tokens=25 * 4)
     other = random.Random(1).choices(range(3, 128), k=40)
     requests = {"b": (other, params(max_tokens=20), chosen), "a": (PROMPT, params(), chosen)}
-    assert run(engine, drain, requests)["a"].samples[0].token_ids == alone
+    assert run(engine, drain, requests)["a"].samples[0].token_ids == alone(name).token_ids
     assert engine.stats().preemptions > 0
 
 
@@ -202,17 +211,17 @@ def test_forked_samples_equal_single_runs(name, model, engine_for, drain):
     chosen = make(name)
     sampling = {"temperature": 0.9, "max_tokens": 10}
     forked = run(engine_for(model), drain, {"a": (PROMPT, params(n=3, seed=5, **sampling), chosen)})["a"]
+    engine = engine_for(model, prefix_cache=False)
     singles = [
-        run(engine_for(model), drain, {"a": (PROMPT, params(seed=5 + i, **sampling), chosen)})["a"].samples[0].token_ids
+        run(engine, drain, {"a": (PROMPT, params(seed=5 + i, **sampling), chosen)})["a"].samples[0].token_ids
         for i in range(3)
     ]
     assert [sample.token_ids for sample in forked.samples] == singles
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_score_is_the_log_likelihood_of_decoding(name, model, engine_for, drain):
-    chosen = make(name, 12)
-    sample = run(engine_for(model), drain, {"a": (PROMPT, params(logprobs=0), chosen)})["a"].samples[0]
+def test_score_is_the_log_likelihood_of_decoding(name, model, engine_for, alone):
+    chosen, sample = make(name, 12), alone(name, 12)
     decoded = [entry[token] for entry, token in zip(sample.logprobs, sample.token_ids, strict=True)]
     assert engine_for(model).score(PROMPT, sample.token_ids, method=chosen) == pytest.approx(decoded, abs=1e-5)
 
@@ -249,8 +258,9 @@ def test_the_table_that_comes_with_a_choice_is_the_gathered_one(page_tokens, mod
     assert len(compared) == 11 * 2 and all(compared)
 
 
-@pytest.mark.parametrize("kv_dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("name", [name for name in NAMES if make(name).digest is not None])
+@pytest.mark.parametrize(
+    "name, kv_dtype", covering([name for name in NAMES if make(name).digest is not None], ["fp32", "bf16"])
+)
 def test_digests_are_of_the_pages_that_were_written(name, kv_dtype, model, engine_for, drain):
     """What is kept beside the pool is what the pages hold, also when pages have been given to somebody else."""
     engine = engine_for(model, pool_tokens=25 * 4, kv_dtype=kv_dtype)

@@ -16,6 +16,7 @@ from octavo.sparse.flex_prefill import FlexPrefill
 from octavo.sparse.placements import Resident
 from octavo.sparse.prefill import AShape, TopPages, VerticalSlash, XAttention
 
+from ..cells import covering
 from .method_cases import PATTERNS, SMALL
 
 SPARSE = {
@@ -63,8 +64,7 @@ def close(one, other):
         assert a == pytest.approx(b, abs=1e-4)
 
 
-@pytest.mark.parametrize("backend", ["reference", "cpu"])
-@pytest.mark.parametrize("name", PATTERNS)
+@pytest.mark.parametrize("name, backend", covering(PATTERNS, ["reference", "cpu"]))
 def test_full_coverage_is_dense_bit_for_bit(name, backend, model, engine_for, drain):
     engine = engine_for(model, backend=backend)
     decode = None if name != "xattention_quest" else method("quest", budget_tokens=20, **SMALL)
@@ -81,8 +81,7 @@ def predicted(engine, chosen):
     )
 
 
-@pytest.mark.parametrize("page_tokens", [4, 8])
-@pytest.mark.parametrize("name", PATTERNS)
+@pytest.mark.parametrize("name, page_tokens", covering(PATTERNS, [4, 8]))
 def test_what_is_read_is_less_and_predicted(name, page_tokens, model, engine_for, drain):
     engine = engine_for(model, page_tokens=page_tokens)
     chosen = make(name, block_tokens=8)
@@ -99,8 +98,7 @@ def test_what_is_read_is_less_and_predicted(name, page_tokens, model, engine_for
     assert sample.logprobs != dense.logprobs and dense.prefill_bytes_read == 0
 
 
-@pytest.mark.parametrize("backend", ["reference", "cpu"])
-@pytest.mark.parametrize("name", PATTERNS)
+@pytest.mark.parametrize("name, backend", covering(PATTERNS, ["reference", "cpu"]))
 def test_chunks_do_not_matter(name, backend, model, engine_for, drain):
     whole = run(engine_for(model, backend=backend), drain, make(name)).samples[0]
     for step_tokens in (8, 15, 24):
