@@ -1,7 +1,14 @@
-"""What tests of the memory system share: a model with two groups of layers, and pools that are empty or given up."""
+"""What tests of the engine and its memory share: a model with two groups of layers, pools that are empty or given up,
+and what prompts with images, and traffic, are to be answered."""
 
 import pytest
 import torch
+
+from octavo.core import SamplingParams
+
+from ..pictures import image_engine
+from .image_cases import logits_of
+from .memory_traffic import GREEDY, TRAFFIC
 
 
 @pytest.fixture(scope="session")
@@ -68,3 +75,45 @@ def assert_nothing_held():
         assert engine._host is None or not engine._host._in, "a restore is queued for ever"
 
     return check
+
+
+@pytest.fixture(scope="session")
+def expected():
+    """``expected(model, prompt, bidirectional, n)``: the n tokens that plain transformers answers, greedily."""
+    known = {}
+
+    def answer(model, prompt, bidirectional=False, n=6):
+        key = id(model), repr(prompt), bidirectional, n
+        if key not in known:
+            new = []
+            for _ in range(n):
+                new.append(int(logits_of(model, prompt, bidirectional, new)[-1].argmax()))
+            known[key] = new
+        return known[key]
+
+    return answer
+
+
+@pytest.fixture(scope="session")
+def served(poison_pool):
+    """``served(model, encoder, **fields)``: an engine on pages of 4 for text and 6 for images."""
+
+    def build(model, encoder=None, tokenizer=None, **fields):
+        return image_engine(model, poison_pool, encoder, tokenizer, **fields)
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def traffic_of():
+    """What a roomy engine makes of TRAFFIC."""
+    known = {}
+
+    def expected(model, engine_for):
+        if id(model) not in known:
+            roomy = engine_for(model, pool_tokens=4000, prefix_cache=False)
+            completions = roomy.generate(TRAFFIC, SamplingParams(max_tokens=7, **GREEDY))
+            known[id(model)] = [completion.samples[0].token_ids for completion in completions]
+        return known[id(model)]
+
+    return expected

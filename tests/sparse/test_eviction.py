@@ -44,6 +44,21 @@ def alone(engine, drain, chosen, prompt=PROMPT, **sampling):
     return run(engine, drain, {"a": (prompt, params(**sampling), chosen)}, **options)["a"].samples[0]
 
 
+@pytest.fixture(scope="module")
+def single(model, engine_for, drain):
+    """``single(name, **parts)``: a sample of PROMPT under a method, or dense, that has an engine for itself."""
+    known = {}
+
+    def sample(name=None, backend="reference", **parts):
+        key = name, backend, repr(parts)
+        if key not in known:
+            chosen = evicting(name, **parts) if name else None
+            known[key] = alone(engine_for(model, backend=backend), drain, chosen, logprobs=2)
+        return known[key]
+
+    return sample
+
+
 def retained(model, prompt, positions, tokens):
     """Greedy tokens and their log-probabilities of transformers itself, after a dense prefill of which some layers keep
     only ``positions``: layer -> int64 [Hkv, n]."""
@@ -68,9 +83,9 @@ def retained(model, prompt, positions, tokens):
 
 
 @every("name", EVICTING)
-def test_a_full_budget_is_dense_bit_for_bit(name, model, engine_for, drain):
-    dense = alone(engine_for(model), drain, None, logprobs=1)
-    full = alone(engine_for(model), drain, evicting(name, 2000), logprobs=1)
+def test_a_full_budget_is_dense_bit_for_bit(name, model, engine_for, drain, single):
+    dense = single()
+    full = alone(engine_for(model), drain, evicting(name, 2000), logprobs=2)
     assert full.logprobs == dense.logprobs and full.kv_bytes_read == dense.kv_bytes_read
 
 
@@ -105,10 +120,8 @@ def attends_to_what_is_kept(engine, drain, model, chosen):
 
 
 @every("name", EVICTING)
-def test_hidden_and_dropped_pages_give_the_same_bits(name, model, engine_for, drain):
-    visible = alone(engine_for(model), drain, evicting(name, **VISIBLE), logprobs=2)
-    dropped = alone(engine_for(model), drain, evicting(name, **PAGES), logprobs=2)
-    dense = alone(engine_for(model), drain, None, logprobs=2)
+def test_hidden_and_dropped_pages_give_the_same_bits(name, single):
+    visible, dropped, dense = single(name, **VISIBLE), single(name, **PAGES), single()
     assert visible.logprobs == dropped.logprobs != dense.logprobs
     assert visible.kv_bytes_read == dropped.kv_bytes_read < dense.kv_bytes_read
 
@@ -160,30 +173,30 @@ def test_dropped_units_are_free_for_others(name, model, engine_for, drain):
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
-def test_a_mixed_batch_equals_singles(backend, model, engine_for, drain, assert_idle):
+def test_a_mixed_batch_equals_singles(backend, model, engine_for, drain, assert_idle, single):
     chosen = {f"{name} {kind}": evicting(name, **KINDS[kind]) for name, kind in CASES}
-    chosen |= {"dense": None, "quest": selecting("quest"), "streaming": selecting("streaming")}
-    singles = {n: alone(engine_for(model, backend=backend), drain, one) for n, one in chosen.items()}
+    singles = {f"{name} {kind}": single(name, backend, **KINDS[kind]) for name, kind in CASES}
+    others = {"quest": selecting("quest"), "streaming": selecting("streaming")}
+    singles |= {n: alone(engine_for(model, backend=backend), drain, one) for n, one in others.items()}
+    singles["dense"] = single(backend=backend)
+    chosen |= {"dense": None, **others}
     engine = engine_for(model, backend=backend, max_seqs=64, pool_tokens=3000)
     together = run(engine, drain, {name: (PROMPT, params(), one) for name, one in chosen.items()})
-    for name, single in singles.items():
+    for name, one in singles.items():
         sample = together[name].samples[0]
-        assert (name, sample.token_ids, sample.kv_bytes_read) == (name, single.token_ids, single.kv_bytes_read)
+        assert (name, sample.token_ids, sample.kv_bytes_read) == (name, one.token_ids, one.kv_bytes_read)
     assert_idle(engine)
 
 
 @every("name, kind", CASES)
 class TestWhatDoesNotMatter:
-    def test_how_the_prompt_is_cut(self, name, kind, model, engine_for, drain):
-        chosen = evicting(name, **KINDS[kind])
-        whole = alone(engine_for(model), drain, chosen, logprobs=0)
-        for step_tokens in (1, 7, 16):
-            cut = alone(engine_for(model, step_tokens=step_tokens), drain, chosen, logprobs=0)
-            assert cut.token_ids == whole.token_ids
+    def test_how_the_prompt_is_cut(self, name, kind, model, engine_for, drain, single):
+        for step_tokens in (1, 7):
+            cut = alone(engine_for(model, step_tokens=step_tokens), drain, evicting(name, **KINDS[kind]))
+            assert cut.token_ids == single(name, **KINDS[kind]).token_ids
 
-    def test_who_is_preempted_and_where_units_lie(self, name, kind, model, engine_for, drain, assert_idle):
+    def test_who_is_preempted_and_where_units_lie(self, name, kind, model, engine_for, drain, assert_idle, single):
         chosen = evicting(name, **KINDS[kind])
-        single = alone(engine_for(model), drain, chosen).token_ids
         engine = engine_for(model, pool_tokens=25 * 4, allocator="first_fit")
         requests = {"b": (OTHER, params(max_tokens=24), None), "a": (PROMPT, params(), chosen)}
         for request_id, (prompt, sampling, one) in requests.items():
@@ -194,34 +207,33 @@ class TestWhatDoesNotMatter:
         for sequence in list(engine._scheduler.running):
             engine._scheduler._preempt(sequence, StepPlan())
             engine.check()
-        assert drain(engine).completions["a"].samples[0].token_ids == single
+        assert drain(engine).completions["a"].samples[0].token_ids == single(name, **KINDS[kind]).token_ids
         assert engine.stats().preemptions > 0
         assert_idle(engine)
 
-    def test_what_its_pages_held_before(self, name, kind, model, engine_for, drain):
+    def test_what_its_pages_held_before(self, name, kind, model, engine_for, drain, single):
         chosen = evicting(name, **KINDS[kind])
-        single = alone(engine_for(model), drain, chosen).token_ids
         engine = engine_for(model, pool_tokens=100)
         for seed in range(3):
             alone(engine, drain, chosen, random.Random(seed).choices(range(3, 128), k=50))
-        assert alone(engine, drain, chosen).token_ids == single
+        assert alone(engine, drain, chosen).token_ids == single(name, **KINDS[kind]).token_ids
 
     def test_whether_samples_share_what_is_kept(self, name, kind, model, engine_for, drain, assert_idle):
         chosen = evicting(name, **KINDS[kind])
         sampling = {"temperature": 0.9, "max_tokens": 10}
         engine = engine_for(model)
         forked = run(engine, drain, {"a": (PROMPT, params(n=3, seed=5, **sampling), chosen)})["a"]
-        singles = [alone(engine_for(model), drain, chosen, seed=5 + i, **sampling).token_ids for i in range(3)]
+        roomy = engine_for(model, prefix_cache=False)
+        singles = [alone(roomy, drain, chosen, seed=5 + i, **sampling).token_ids for i in range(3)]
         assert [sample.token_ids for sample in forked.samples] == singles
         assert_idle(engine)
 
-    def test_whether_the_prompt_was_cached(self, name, kind, model, engine_for, drain):
+    def test_whether_the_prompt_was_cached(self, name, kind, model, engine_for, drain, single):
         chosen = evicting(name, **KINDS[kind])
-        single = alone(engine_for(model), drain, chosen).token_ids
         engine = engine_for(model)
         dense = alone(engine, drain, None).token_ids
         got = run(engine, drain, {"a": (PROMPT, params(), chosen)})["a"]
-        assert got.samples[0].token_ids == single
+        assert got.samples[0].token_ids == single(name, **KINDS[kind]).token_ids
         window = min(max(1, chosen.compressor.window), len(PROMPT))  # these are computed in any case
         assert got.cached_tokens == (len(PROMPT) - window) // 4 * 4
         assert alone(engine, drain, None).token_ids == dense  # and what was dropped never wrote to shared pages
@@ -356,16 +368,16 @@ def test_no_two_methods_are_the_same_composition():
     assert len({replace(evicting(name), name="").provenance for name in EVICTING}) == len(EVICTING)
 
 
-@pytest.mark.parametrize("length", [1, 2, 3, 4, 8, 12, 13])
+@pytest.mark.parametrize("length", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3, 8, 12)), 4, 13])
 @every("name", EVICTING)
 def test_br53_a_short_prompt_keeps_something(name, length, model, engine_for, drain):
     """The least budget that is not refused, on prompts of a few tokens and of a few pages."""
+    dense = alone(engine_for(model), drain, None, PROMPT[:length], logprobs=0, max_tokens=1)
     for parts in KINDS.values():
         chosen = evicting(name, 12, **parts)
         sample = alone(engine_for(model), drain, chosen, PROMPT[:length], logprobs=0)
         assert all(value > -100 for entry in sample.logprobs for value in entry.values())
         if length <= 12:
-            dense = alone(engine_for(model), drain, None, PROMPT[:length], logprobs=0)
             assert sample.logprobs[0] == dense.logprobs[0]
 
 
