@@ -15,6 +15,7 @@ from octavo.scripts.refusal import ConfigError
 from octavo.sparse.host_placement import Host
 from octavo.sparse.lossless import Lossless
 
+from ..cells import covering
 from .method_cases import NAMES, PROMPT, make
 
 
@@ -52,17 +53,47 @@ MIXED = [
 ]
 
 
+FIELDS = {
+    " ".join(f"{key}={value}" for key, value in fields.items()) or "roomy": fields
+    for fields in (
+        {},
+        {"max_seqs": 3},
+        {"pool_tokens": 84},
+        {"step_tokens": 1},
+        {"step_tokens": 2},
+        {"step_tokens": 7},
+        {"prefix_cache": False},
+        {"shared_decode_bytes": 0},
+        {"page_tokens": 5},
+        {"backend": "cpu"},
+    )
+}
+
+
 @pytest.fixture(scope="module")
 def model(make_llama):
     return make_llama(num_hidden_layers=3)
 
 
+@pytest.fixture(scope="module")
+def dense(model, engine_for, drain):
+    """``dense(requests)``: what an engine without a method answers."""
+    known = {}
+
+    def samples(requests):
+        key = repr(requests)
+        if key not in known:
+            known[key] = serve(engine_for(model), drain, requests, None)
+        return known[key]
+
+    return samples
+
+
 class TestTokensAreDense:
-    @pytest.mark.parametrize("execution", ["eager", "graph"])
-    @pytest.mark.parametrize("name", NAMES)
-    def test_of_every_method(self, name, execution, model, engine_for, drain):
+    @pytest.mark.parametrize("name, execution", covering(NAMES, ["graph", "eager"]))
+    def test_of_every_method(self, name, execution, model, engine_for, drain, dense):
         requests = [(PROMPT, LONG), (PROMPT[:30], LONG)]
-        expected = serve(engine_for(model), drain, requests, None)
+        expected = dense(requests)
         got = serve(engine_for(model, execution=execution), drain, requests, Lossless(make(name), 4))
         assert said(got) == said(expected)
         assert [each[0].decode_steps for each in got] == [each[0].decode_steps for each in expected] == [25, 25]
@@ -70,26 +101,11 @@ class TestTokensAreDense:
         assert all(c.drafted >= c.accepted + c.rejected and c.verifications for c in counts)
         assert all(c.accepted + c.verifications <= 25 for c in counts)
 
-    @pytest.mark.parametrize("execution", ["eager", "graph"])
-    @pytest.mark.parametrize(
-        "fields",
-        [
-            {},
-            {"max_seqs": 3},
-            {"pool_tokens": 84},
-            {"step_tokens": 1},
-            {"step_tokens": 2},
-            {"step_tokens": 7},
-            {"prefix_cache": False},
-            {"shared_decode_bytes": 0},
-            {"page_tokens": 5},
-            {"backend": "cpu"},
-        ],
-        ids=lambda fields: " ".join(f"{k}={v}" for k, v in fields.items()) or "roomy",
-    )
-    def test_of_mixed_requests(self, fields, execution, model, engine_for, drain, assert_idle):
+    @pytest.mark.parametrize("fields, execution", covering(FIELDS, ["graph", "eager"]), ids=str)
+    def test_of_mixed_requests(self, fields, execution, model, engine_for, drain, assert_idle, dense):
+        fields = FIELDS[fields]
         chosen = Lossless(make("random", 15 if "page_tokens" in fields else 12), 5)
-        expected = serve(engine_for(model), drain, MIXED, None)
+        expected = dense(MIXED)
         engine = engine_for(model, **fields, execution=execution)
         got = serve(engine, drain, MIXED, chosen)
         assert said(got) == said(expected)
@@ -104,8 +120,8 @@ class TestTokensAreDense:
         assert_idle(engine)
 
     @pytest.mark.parametrize("drafts", [1, 2, 9, 40])
-    def test_of_any_number_of_drafts(self, drafts, model, engine_for, drain):
-        expected = serve(engine_for(model), drain, [(PROMPT, LONG)], None)
+    def test_of_any_number_of_drafts(self, drafts, model, engine_for, drain, dense):
+        expected = dense([(PROMPT, LONG)])
         got = serve(engine_for(model), drain, [(PROMPT, LONG)], lossless("quest", drafts))
         assert said(got) == said(expected)
 
@@ -175,8 +191,8 @@ class TestTokensAreDense:
 class TestWhateverHappens:
     @pytest.mark.parametrize("execution", ["eager", "graph"])
     @pytest.mark.parametrize("at", range(1, 14))
-    def test_preempted_after_any_step(self, at, execution, model, engine_for, drain):
-        expected = serve(engine_for(model), drain, [(PROMPT, LONG)], None)[0][0].token_ids
+    def test_preempted_after_any_step(self, at, execution, model, engine_for, drain, dense):
+        expected = dense([(PROMPT, LONG)])[0][0].token_ids
         engine = engine_for(model, execution=execution)
         engine.submit(PROMPT, LONG, method=lossless(), request_id="a")
         streamed = [token for _ in range(at) for out in engine.step() for token in out.new_token_ids]
@@ -190,8 +206,8 @@ class TestWhateverHappens:
 
     @pytest.mark.parametrize("execution", ["eager", "graph"])
     @pytest.mark.parametrize("at", range(1, 10))
-    def test_aborted_after_any_step(self, at, execution, model, engine_for, drain, assert_idle):
-        expected = serve(engine_for(model), drain, [(PROMPT, LONG)], None)[0][0].token_ids
+    def test_aborted_after_any_step(self, at, execution, model, engine_for, drain, assert_idle, dense):
+        expected = dense([(PROMPT, LONG)])[0][0].token_ids
         engine = engine_for(model, execution=execution)
         engine.submit(PROMPT, LONG, method=lossless(), request_id="a")
         other = engine.submit(PROMPT[:30], LONG, method=lossless())
@@ -201,7 +217,7 @@ class TestWhateverHappens:
         drained = drain(engine)
         got = drained.completions["a"].samples[0].token_ids
         assert got == expected[: len(got)]
-        alone = serve(engine_for(model), drain, [(PROMPT[:30], LONG)], None)[0][0].token_ids
+        alone = dense([(PROMPT[:30], LONG)])[0][0].token_ids
         assert drained.tokens_of(other) == alone
         assert_idle(engine)
 
@@ -335,11 +351,11 @@ class TestRounds:
         assert (counts.drafted, counts.accepted, counts.rejected, counts.verifications) == (11, 11, 0, 4)
         assert sample.decode_steps == 15
 
-    def test_a_sequence_that_is_read_whole_is_decoded_without_drafts(self, model, engine_for, drain):
-        dense = serve(engine_for(model), drain, [(PROMPT, LONG)], None)[0][0]
+    def test_a_sequence_that_is_read_whole_is_decoded_without_drafts(self, model, engine_for, drain, dense):
+        whole = dense([(PROMPT, LONG)])[0][0]
         full = serve(engine_for(model), drain, [(PROMPT, LONG)], lossless(budget=2000))[0][0]
         assert full.drafts.drafted == 0
-        assert (full.kv_bytes_read, full.decode_steps) == (dense.kv_bytes_read, dense.decode_steps)
+        assert (full.kv_bytes_read, full.decode_steps) == (whole.kv_bytes_read, whole.decode_steps)
 
     def test_drafts_begin_where_the_method_begins_to_choose(self, model, engine_for, drain):
         """At a budget of 5 pages of 4 tokens, with the 21st token: 11 tokens are decoded without drafts."""
