@@ -35,10 +35,11 @@ run: setup  ## the main job: code completion, dense and sparse, on real files (A
 
 test: setup $(OLDEST)/.installed  ## the suite, then parity with the oldest supported transformers
 	$(PY) -m pytest -q -n auto --maxprocesses=4 $(ARGS)
-	PYTHONPATH=$(OLDEST) $(PY) -m pytest -q -n auto --maxprocesses=4 -m 'parity and not gpu' $(ARGS)
+	PYTHONPATH=$(OLDEST) $(PY) -m pytest -q -n auto --maxprocesses=4 -m 'parity and not gpu and not slow' $(ARGS)
 
-slow: setup  ## what takes longer: every method, way of reuse and placement in all the tests of its kind
+slow: setup $(OLDEST)/.installed  ## what takes longer: the whole of all tables, of which the suite runs a telling part
 	$(PY) -m pytest -q -n auto --maxprocesses=4 -m 'slow and not gpu and not soak' $(ARGS)
+	PYTHONPATH=$(OLDEST) $(PY) -m pytest -q -n auto --maxprocesses=4 -m 'parity and slow and not gpu' $(ARGS)
 
 check: $(VENV)/.installed  ## lint, format and types
 	$(VENV)/bin/ruff check .
