@@ -210,7 +210,8 @@ class PagedStep:
             kv, unit_layer = group.kept.kv, 0
         if selection is None and group.kept is not None and not traits.window:
             table, slots, _ = group.kept.of_layer(layer)
-            unit_pos = None  # all of it is in front of the query
+            if unit_pos is not None:  # with holes there may be more slots than positions
+                unit_pos = torch.zeros_like(table)  # all of it is in front of the query
             group.chosen.append(slots)
         elif selection is None or group.pages is None:
             group.dense_windows[traits.window] += 1
