@@ -116,11 +116,11 @@ def test_what_is_kept_is_attended_to_at_its_own_positions(name, backend, model, 
     assert values(sample) == pytest.approx(logprobs, abs=5e-4)
 
 
-@pytest.mark.parametrize("parts", [{}, {"grain": "page"}], ids=str)
+@pytest.mark.parametrize("parts", [{}, {"grain": "page"}, {"grain": "page", "placement": "visible"}], ids=str)
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_slots_may_be_more_than_positions(backend, parts, model, drain):
-    """Layer 0 keeps all 35 tokens in front of the open page, so a slot of its last unit is empty. The last
-    tokens are seen all the same."""
+    """Layer 0 keeps all 35 tokens in front of the open page, so a slot of its last unit is empty; pages that are only
+    hidden leave more. The last tokens are seen all the same."""
     engine, prompt = seeing(model, backend=backend), [text(6), *PROMPT[1:]]
     positions, _ = compressed(engine, visual("fastv", **parts), prompt)
     since = list(range(35, TOKENS + 1))
@@ -340,8 +340,8 @@ class TestRefusals:
 
     @pytest.mark.parametrize("key", ["grain", "per", "placement"])
     def test_words(self, key):
-        with pytest.raises(ConfigError, match=f"{key} must be '.*' or '.*', got 'visible'"):
-            visual("fastv", **{key: "visible"})
+        with pytest.raises(ConfigError, match=f"{key} must be '.*' or '.*', got 'hidden'"):
+            visual("fastv", **{key: "hidden"})
 
 
 def test_layers_with_a_window_keep_it(g_model, drain):
