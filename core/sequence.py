@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.core.compression.frames import Frames, frame_units
+from octavo.core.compression.frames import Frames
 from octavo.core.compression.kept_set import KeptSet, Point
 from octavo.core.compression.observation import Observation, observed_tokens
 from octavo.core.encoding.item import ItemSpan
@@ -160,9 +160,10 @@ class Sequence:
     @property
     def frames_due(self) -> int:
         """Units of the frames that its next step takes from the pool."""
-        if self.kept is None or self.kept.recallable is None or self.frames is not None:
+        recallable = None if self.kept is None else self.kept.recallable
+        if recallable is None or not recallable.host_pages or self.frames is not None:
             return 0
-        return frame_units(self.kept.recallable, self.table.slices)
+        return recallable.frame_units(self.table.slices)
 
     @property
     def layout(self) -> PageLayout:

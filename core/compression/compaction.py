@@ -40,8 +40,9 @@ class Compaction:
        or, where it demotes, to the host tier; runs are taken, which the pages that have gone make room for unless
        others share them; K and V are written. Pages are read only, so whoever shares them notices nothing.
     3. Where it does not: the entries of the kept pages are listed, and nothing else changes.
-    4. Where decode steps may ask pages of images back, all of those are pinned in the host tier before; if it has no
-       room for them they stay where they are, as under 3, and the tokens are the same.
+    4. Where decode steps may ask pages of images back, all of those are pinned in the host tier before. If it has no
+       room for them, or what is kept and the frames to come take as much as is freed, they stay where they are, as
+       under 3, and the tokens are the same.
 
     Keys keep the positions that they were rotated by, and tokens to come count on from where the sequence is.
     """
@@ -128,28 +129,33 @@ class Compaction:
         if compressor.recall is not None:
             recallable = Recallable.of(compressor.recall, context, sequence.layout, end, wanted)
         choice = _Choice(sequence, context, end, wanted, order, positions, carry, recallable)
-        if compressor.drops and (recallable is None or self._shelve(sequence, recallable)):
+        if compressor.drops and (recallable is None or self._shelve(choice, recallable)):
             self._drop(choice)
         else:
             self._hide(choice)
 
-    def _shelve(self, sequence: Sequence, recallable: Recallable) -> bool:
-        """Have the host tier keep pages of images, the tail of the chain first; if it has no room for one, none of
-        them."""
+    def _shelve(self, choice: _Choice, recallable: Recallable) -> bool:
+        """Have the host tier keep pages of images, the tail of the chain first; if it has no room for one, or that
+        would free nothing, none of them."""
         assert self._host is not None
-        pinned: list[int] = []
+        sequence, pinned = choice.sequence, list[int]()
+        layout, slices = sequence.layout, sequence.table.slices
+        runs = (-(-choice.tokens // layout.unit_tokens)).sum(0).max()
+        taken = -(-int(runs) // self._plan.unit_layers) + recallable.frame_units(slices)
+        if taken >= layout.first_entry(layout.page_of(choice.end)) * slices:
+            return False
         for at in reversed(recallable.pages):
             node = sequence.nodes[at] if at < len(sequence.nodes) else None
             if node is not None and not node.host[0]:
-                size = sequence.layout.page_entries(at) * sequence.table.slices
-                self._host.store(self._pool.units_of(sequence.table.pages(at, at + 1), size)[0], node, 0)
+                units = self._pool.units_of(sequence.table.pages(at, at + 1), layout.page_entries(at) * slices)
+                self._host.store(units[0], node, 0)
             if node is None or not node.host[0]:
                 for page in reversed(pinned):
                     self._host.unpin(page)
                 return False
             self._host.pin(node.host[0])
             pinned.append(node.host[0])
-        recallable.shelve(self._host, pinned[::-1], sequence.table.slices)
+        recallable.shelve(self._host, pinned[::-1], slices)
         return True
 
     def _drop(self, choice: _Choice) -> None:

@@ -24,7 +24,7 @@ class Frames:
     """
 
     def __init__(self, recallable: Recallable, pool: PagePool, slices: int) -> None:
-        """Precondition: ``frame_units(recallable, slices)`` are available."""
+        """Precondition: ``recallable.frame_units(slices)`` are available."""
         count, device = recallable.frames, recallable.valid.device
         layers, heads, pages = recallable.is_kept.shape
         self.table = BlockTable(pool, slices)
@@ -41,8 +41,3 @@ class Frames:
     def check(self) -> None:
         """Raises AssertionError where the maps disagree."""
         self.sets.check(int(self.rows), self._pages)
-
-
-def frame_units(recallable: Recallable, slices: int) -> int:
-    """Units of the pool that a sequence's frames take; none where nothing has moved."""
-    return recallable.frames * recallable.units * slices if recallable.host_pages else 0

@@ -106,7 +106,7 @@ class Kept:
 
 
 class Recalling(Protocol):
-    """How decode steps ask back pages of images that were not kept (``octavo.core.compression.recalled``)."""
+    """How decode steps ask back pages of images that were not kept (``octavo.core.compression.recall_step``)."""
 
     @property
     def digest(self) -> Digest:

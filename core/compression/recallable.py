@@ -91,6 +91,10 @@ class Recallable:
         """Units of the largest page, in a slice."""
         return self.valid.shape[1]
 
+    def frame_units(self, slices: int) -> int:
+        """Units of the pool that frames for them take."""
+        return self.frames * self.units * slices
+
     def shelve(self, host: HostTier, pages: list[int], slices: int) -> None:
         """They lie in these pages of the host tier, each of which has a pin for this."""
         units = np.zeros((1, len(pages), slices, self.units), np.int32)

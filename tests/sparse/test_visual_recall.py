@@ -181,6 +181,12 @@ def test_where_the_host_has_no_room_all_of_it_stays(host_tokens, model, hosting,
     assert sample.host_bytes_read == 0
 
 
+def test_where_frames_would_take_what_is_freed_all_of_it_stays(model, hosting, drain):
+    sample = alone(hosting(), drain, recalling(share=1))
+    equal(sample, alone(seeing(model), drain, recalling(placement="visible", share=1)))
+    assert sample.host_bytes_read == 0 < sample.digest_bytes_read
+
+
 def test_a_pool_that_is_too_small_for_all_at_once(hosting, drain):
     single = alone(hosting(), drain, recalling())
     engine = hosting(pool_tokens=72)
