@@ -264,3 +264,10 @@ def test_scorers_that_read_what_is_not_there(model, hosting):
     digest = {"_target_": "octavo.sparse.mean_key.MeanKey"}
     with pytest.raises(ValueError, match=r"needs digest parts \['max', 'min'\]"):
         hosting().submit(PROMPT, method=recalling(digest=digest))
+
+
+def test_layers_with_a_window_keep_it(g_model, drain):
+    hidden = alone(seeing(g_model), drain, recalling("cls_attention", "visible"))
+    recalled = alone(seeing(g_model, host_tokens=200), drain, recalling("cls_attention"))
+    equal(recalled, hidden)
+    assert recalled.host_bytes_read > 0
