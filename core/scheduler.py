@@ -456,6 +456,7 @@ class Scheduler:
     def _take_pages(self, sequence: Sequence, count: int, plan: StepPlan) -> None:
         """Let a sequence have the pages, of its own, that its next ``count`` tokens are written to."""
         layout = sequence.layout
+        sequence.take_frames()
         first, last = sequence.first_written(count), layout.pages_for(sequence.frontier + count)
         for table in sequence.tables:
             if first < table.n_pages and table.copy_needed(first):

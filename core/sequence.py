@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from octavo.core.compression.frames import Frames
 from octavo.core.compression.kept_set import KeptSet, Point
 from octavo.core.compression.observation import Observation, observed_tokens
 from octavo.core.encoding.item import ItemSpan
@@ -78,7 +79,8 @@ class Sequence:
     so. A block's choice depends on all of its queries, so it is found in the prefix cache as a whole, or not at all.
 
     A compressor decides at the ``points``, and then at every so many tokens, what is ``kept`` of the full pages; these
-    become holes, as behind a window, unless they are only hidden. ``compressed`` tokens were computed when it decided
+    become holes, as behind a window, unless they are only hidden. ``frames`` are for those of images that its decode
+    steps ask back (``octavo.core.compression.recall_step``). ``compressed`` tokens were computed when it decided
     last. Pages that come after the first point are never findable.
     """
 
@@ -102,6 +104,7 @@ class Sequence:
             at = len(request.prompt) - request.unseen_tokens
             self.points = [Point(at, observed_tokens(request.compressor, request.layout, at))]
         self.kept: KeptSet | None = None
+        self.frames: Frames | None = None
         self.compressed = 0
         self.observation: Observation | None = None
         self.forced = False
@@ -134,7 +137,10 @@ class Sequence:
     @property
     def holdings(self) -> list[BlockTable]:
         """All tables that hold pages of the device for it."""
-        return self.tables if self.shelf is None else [*self.tables, *self.shelf.tables]
+        if self.shelf is None and self.frames is None:
+            return self.tables
+        more = [] if self.shelf is None else self.shelf.tables
+        return [*self.tables, *more, *([] if self.frames is None else [self.frames.table])]
 
     @property
     def first_whole(self) -> int:
@@ -147,10 +153,17 @@ class Sequence:
 
     @property
     def returns(self) -> bool:
-        """Whether nothing of it stays on the device when its turn ends: the next one finds its pages in the host
-        tier."""
+        """Whether it holds nothing any more when its turn ends: the next one finds its whole pages by their keys."""
         compressor = self.request.compressor
-        return self.shelf is not None or (compressor is not None and compressor.demotes)
+        return self.shelf is not None or (compressor is not None and compressor.renews)
+
+    @property
+    def frames_due(self) -> int:
+        """Units of the frames that its next step takes from the pool."""
+        recallable = None if self.kept is None else self.kept.recallable
+        if recallable is None or not recallable.host_pages or self.frames is not None:
+            return 0
+        return recallable.frame_units(self.table.slices)
 
     @property
     def layout(self) -> PageLayout:
@@ -236,7 +249,7 @@ class Sequence:
 
     def method_spans(self, known: int) -> list[SparseSpan]:
         """What the request's method will compute of the tokens from ``known`` on: whole blocks of the prompt if it has
-        a prefill pattern, and all that is generated."""
+        a prefill pattern, and all that is generated; all behind the decision, where these tokens may ask pages back."""
         method, prompt = self.request.method, len(self.request.prompt)
         assert method is not None
         spans = []
@@ -244,7 +257,9 @@ class Sequence:
             block = self.pattern.block_tokens
             start, stop = -(-known // block) * block, prompt // block * block
             spans += [SparseSpan(start, stop, 0, block)] if start < stop else []
-        return [*spans, SparseSpan(prompt, NEVER, self.seed if method.draws else 0)]
+        compressor = self.request.compressor
+        begin = prompt if compressor is None or compressor.recall is None else prompt - self.request.unseen_tokens
+        return [*spans, SparseSpan(begin, NEVER, self.seed if method.draws else 0)]
 
     def chunk(self, room: int) -> int:
         """Tokens that a step with room for so many may compute. An item that must not be split goes whole, or not at
@@ -371,16 +386,22 @@ class Sequence:
         return self.layout.page_of(next((start for start, _ in self.pieces(count)), self.frontier))
 
     def units_for(self, count: int) -> int:
-        """Units that the next ``count`` tokens take from the pool: new pages, and one for a copy on write."""
+        """Units that the next ``count`` tokens take from the pool: new pages, one for a copy on write, and frames."""
         layout, first = self.layout, self.first_written(count)
         last = layout.pages_for(self.frontier + count)
-        units = 0
+        units = self.frames_due
         for table in self.tables:
             if last > table.n_pages:
                 units += (layout.first_entry(last) - layout.first_entry(table.n_pages)) * table.slices
             if first < table.n_pages and table.copy_needed(first):
                 units += layout.page_entries(first) * table.slices
         return units
+
+    def take_frames(self) -> None:
+        """Have the frames that the next step recalls into. Precondition: ``frames_due`` units are available."""
+        if self.frames_due:
+            assert self.kept is not None and self.kept.recallable is not None
+            self.frames = Frames(self.kept.recallable, self._pool, self.table.slices)
 
     def source(self, span: ItemSpan) -> Sequence:
         """The sequence by which the KV of a reused image is found, or computed if it is not there."""
@@ -457,7 +478,7 @@ class Sequence:
 
     def inherit(self, previous: Sequence) -> None:
         """Take over the pages, and what is known of them, of a sequence that begins like this one."""
-        assert previous.shelf is None, "a sequence whose pages are away is not taken over"
+        assert previous.shelf is None and previous.frames is None, "a sequence whose pages are away is not taken over"
         self.tables, self.computed, self.nodes = previous.tables, previous.computed, previous.nodes
         self.kept, previous.kept = previous.kept, None
         self.compressed, self.observation = previous.compressed, previous.observation
@@ -495,7 +516,9 @@ class Sequence:
             self.kept.release()
         if self.shelf is not None:
             self.shelf.release()
-        self.kept = self.observation = self.shelf = None
+        if self.frames is not None:
+            self.frames.table.release()
+        self.kept = self.observation = self.shelf = self.frames = None
         self.computed = self.compressed = self.writable = self.full_at = 0
         self.nodes = SharedList()
         self.drafts.begin()

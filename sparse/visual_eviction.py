@@ -10,9 +10,10 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from octavo.core.compression.interfaces import Context, Kept, LayerContext, TokenScorer
+from octavo.core.compression.interfaces import Context, Kept, LayerContext, Recalling, TokenScorer
 from octavo.core.interfaces import ModelSpec, SparseMethod
 from octavo.sparse.eviction import ReadsKept
+from octavo.sparse.visual_recall import Recall
 from octavo.sparse.visual_shares import Shares
 
 
@@ -31,7 +32,10 @@ class VisualEviction(ReadsKept):
         per: a share of each "image", or of all images of the "prompt" together, some of which may then lose everything.
         placement: "drop" gives the memory of what is not kept back to the pool. "host" does the same, and moves the
             pages that this answer does without to the host tier, where a later turn of the session finds them: it
-            sees all of every image again, and decides anew for its own question.
+            sees all of every image again, and decides anew for its own question. "visible" only hides what is not kept,
+            and moves nothing: it reads, and recalls, what "host" does.
+        recall: how decoded tokens ask pages back that their head does not keep, from wherever the placement has them;
+            None: what an answer does without it does not see again. It takes whole pages.
         nested: what a layer drops, no later one keeps.
         dense_layers: layers that keep everything, and are no part of the budget.
     """
@@ -41,15 +45,24 @@ class VisualEviction(ReadsKept):
     budget: Shares
     grain: Literal["token", "page"] = "token"
     per: Literal["image", "prompt"] = "image"
-    placement: Literal["drop", "host"] = "drop"
+    placement: Literal["drop", "host", "visible"] = "drop"
+    recall: Recall | None = None
     nested: bool = False
     dense_layers: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dense_layers", tuple(self.dense_layers))
-        for key, known in (("grain", ("token", "page")), ("per", ("image", "prompt")), ("placement", ("drop", "host"))):
+        words = {"grain": ("token", "page"), "per": ("image", "prompt"), "placement": ("drop", "host", "visible")}
+        for key, known in words.items():
             if (given := getattr(self, key)) not in known:
-                raise ValueError(f"{self.name}: {key} must be {known[0]!r} or {known[1]!r}, got {given!r}")
+                raise ValueError(f"{self.name}: {key} must be {' or '.join(map(repr, known))}, got {given!r}")
+        if self.grain == "token" and (self.placement == "visible" or self.recall is not None):
+            what = "placement=visible moves nothing" if self.recall is None else "recall brings whole pages back"
+            raise ValueError(f"{self.name}: {what}, and grain=token keeps parts of pages; set grain=page")
+        if self.placement == "drop" and self.recall is not None:
+            raise ValueError(
+                f"{self.name}: placement=drop leaves nothing to recall; take host, or visible, or recall=null"
+            )
 
     @property
     def compressor(self) -> _VisualEviction:
@@ -57,6 +70,8 @@ class VisualEviction(ReadsKept):
         return _VisualEviction(self)
 
     def validate(self, spec: ModelSpec, page_tokens: int) -> None:
+        if self.recall is not None:
+            self.recall.validate(self.name, spec, page_tokens)
         outside = [layer for layer in self.dense_layers if not 0 <= layer < spec.layers]
         if outside:
             raise ValueError(
@@ -76,7 +91,6 @@ class _VisualEviction:
 
     method: VisualEviction
     every: ClassVar[int] = 0
-    drops: ClassVar[bool] = True
     any_pages: ClassVar[bool] = True
     chooser: ClassVar[SparseMethod | None] = None
     items: ClassVar[bool] = True
@@ -90,8 +104,20 @@ class _VisualEviction:
         return bool(getattr(self.method.scorer, "behind_items", False))
 
     @property
+    def drops(self) -> bool:
+        return self.method.placement != "visible"
+
+    @property
     def demotes(self) -> bool:
         return self.method.placement == "host"
+
+    @property
+    def renews(self) -> bool:
+        return self.method.placement != "drop"
+
+    @property
+    def recall(self) -> Recalling | None:
+        return self.method.recall
 
     @property
     def item_scores(self) -> bool:

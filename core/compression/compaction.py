@@ -13,7 +13,8 @@ from torch import Tensor
 
 from octavo.core.compression.interfaces import Compressor
 from octavo.core.compression.kept_set import KeptSet
-from octavo.core.compression.kept_tables import pack_runs, slab_pool
+from octavo.core.compression.kept_tables import pack_runs, slab_entries, slab_pool
+from octavo.core.compression.recallable import Recallable
 from octavo.core.compression.sequence_context import SequenceContext, UnscoredItem
 from octavo.core.compression.split_units import Slabs, SplitUnits
 from octavo.core.encoding.encoded_items import EncodedItems
@@ -26,7 +27,7 @@ from octavo.core.request import Request
 from octavo.core.scheduler import Scheduler
 from octavo.core.sequence import Sequence
 from octavo.core.uploads import upload
-from octavo.kernels.layout import MAX_UNITS
+from octavo.kernels.layout import MAX_UNITS, entry_valid
 
 
 class Compaction:
@@ -39,6 +40,9 @@ class Compaction:
        or, where it demotes, to the host tier; runs are taken, which the pages that have gone make room for unless
        others share them; K and V are written. Pages are read only, so whoever shares them notices nothing.
     3. Where it does not: the entries of the kept pages are listed, and nothing else changes.
+    4. Where decode steps may ask pages of images back, all of those are pinned in the host tier before. If it has no
+       room for them, or what is kept and the frames to come take as much as is freed, they stay where they are, as
+       under 3, and the tokens are the same.
 
     Keys keep the positions that they were rotated by, and tokens to come count on from where the sequence is.
     """
@@ -121,11 +125,38 @@ class Compaction:
         meant = wanted.gather(2, order)
         positions = context.positions.expand_as(wanted).gather(2, order).masked_fill(~meant, -1)
         carry = None if kept.carry is None else kept.carry.gather(2, order).masked_fill(~meant, 0.0)
-        choice = _Choice(sequence, context, end, order, positions, carry)
-        if compressor.drops:
+        recallable = None
+        if compressor.recall is not None:
+            recallable = Recallable.of(compressor.recall, context, sequence.layout, end, wanted)
+        choice = _Choice(sequence, context, end, wanted, order, positions, carry, recallable)
+        if compressor.drops and (recallable is None or self._shelve(choice, recallable)):
             self._drop(choice)
         else:
             self._hide(choice)
+
+    def _shelve(self, choice: _Choice, recallable: Recallable) -> bool:
+        """Have the host tier keep pages of images, the tail of the chain first; if it has no room for one, or that
+        would free nothing, none of them."""
+        assert self._host is not None
+        sequence, pinned = choice.sequence, list[int]()
+        layout, slices = sequence.layout, sequence.table.slices
+        runs = (-(-choice.tokens // layout.unit_tokens)).sum(0).max()
+        taken = -(-int(runs) // self._plan.unit_layers) + recallable.frame_units(slices)
+        if taken >= layout.first_entry(layout.page_of(choice.end)) * slices:
+            return False
+        for at in reversed(recallable.pages):
+            node = sequence.nodes[at] if at < len(sequence.nodes) else None
+            if node is not None and not node.host[0]:
+                units = self._pool.units_of(sequence.table.pages(at, at + 1), layout.page_entries(at) * slices)
+                self._host.store(units[0], node, 0)
+            if node is None or not node.host[0]:
+                for page in reversed(pinned):
+                    self._host.unpin(page)
+                return False
+            self._host.pin(node.host[0])
+            pinned.append(node.host[0])
+        recallable.shelve(self._host, pinned[::-1], slices)
+        return True
 
     def _drop(self, choice: _Choice) -> None:
         """Let the pages go, and keep what was chosen in runs of its own."""
@@ -139,6 +170,8 @@ class Compaction:
         if before is not None:
             before.release()
         if not self._scheduler.make_room(lambda: self.split.units_for(runs.sum(0)), sequence):
+            if choice.recallable is not None:
+                choice.recallable.release()
             return
         by_head = self.split.allocate(runs.sum(0))
         if self._host is not None:
@@ -172,17 +205,35 @@ class Compaction:
             pool[slab, 0, 1, head, token % unit_tokens] = values[head, token]
 
     def _hide(self, choice: _Choice) -> None:
-        """The same, where the tokens are whole pages that stay: every unit's first is one of ``order``."""
-        unit_tokens, order, tokens = choice.sequence.layout.unit_tokens, choice.order, choice.tokens
-        table = choice.context.tables.tables[:, 0]  # [L, H, M]
-        entries = table.expand(-1, order.shape[1], -1).gather(2, order[..., ::unit_tokens] // unit_tokens)
-        assert not (tokens % unit_tokens).any(), "a compressor that does not drop keeps whole pages"
-        moved = (choice.context.gathered(number, order[number]) for number in range(len(order)))
+        """The same, where the tokens are whole pages that stay: an entry is kept if its first token is."""
+        context, order, unit_tokens = choice.context, choice.order, choice.sequence.layout.unit_tokens
+        table, slots = context.tables.tables[:, 0], context.tables.slots[:, 0]  # [L, H, M], [L, H]
+        at = torch.arange(table.shape[2], device=table.device) * unit_tokens
+        valid = torch.minimum(entry_valid(table), slots[..., None] - at).clamp(min=0).expand(-1, order.shape[1], -1)
+        firsts = (valid.cumsum(2) - valid).clamp(max=choice.wanted.shape[2] - 1)
+        is_kept = (valid > 0) & choice.wanted.gather(2, firsts)
+        whole = torch.equal((valid * is_kept).sum(2), choice.wanted.sum(2))
+        assert whole, "a compressor that does not drop keeps whole pages"
+        counts = is_kept.sum(2).cpu().numpy()
+        listed = (~is_kept).long().argsort(dim=2, stable=True)[..., : max(1, int(counts.max()))]
+        entries = table.expand_as(valid).gather(2, listed)
+        if choice.recallable is not None:
+            self._let_stay(choice.sequence, choice.recallable)
+        moved = (context.gathered(number, order[number]) for number in range(len(order)))
         digests = self._digests(choice, moved)
         before = choice.sequence.kept
-        choice.sequence.kept = self._kept(choice, entries.cpu().numpy(), tokens // unit_tokens, None, digests)
+        choice.sequence.kept = self._kept(choice, entries.cpu().numpy(), counts, None, digests)
         if before is not None:
             before.release()
+
+    def _let_stay(self, sequence: Sequence, recallable: Recallable) -> None:
+        """Steps find the pages of images where they are."""
+        layout, runner = sequence.layout, self._runner
+        row = runner.tables.entries[:, runner.tables.row(sequence)]  # [slices, M]
+        first = torch.tensor([layout.first_entry(page) for page in recallable.pages], device=row.device)
+        at = first[:, None] + torch.arange(recallable.units, device=row.device)
+        listed = slab_entries(row[:, at.flatten()], self._plan, runner.kv.shape[1]).view(-1, *at.shape)
+        recallable.entries = listed.masked_fill(recallable.valid == 0, 0)
 
     def _kept(
         self,
@@ -195,7 +246,7 @@ class Compaction:
         device, counts = self._runner.kv.device, counts.astype(np.int32)
         return KeptSet(
             choice.end, upload(entries, device), upload(counts, device), choice.positions, choice.carry, slabs,
-            self.split, choice.tokens.max(1).tolist(), digests,
+            self.split, choice.tokens.max(1).tolist(), digests, choice.recallable,
         )  # fmt: skip
 
     def _digests(self, choice: _Choice, moved: Iterable[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
@@ -217,11 +268,18 @@ class Compaction:
                 found.setdefault(part, []).append(torch.nn.functional.pad(rows, missing, value=torch.nan))
         return {part: torch.stack(layers) for part, layers in found.items()}
 
+    def pins(self, holders: Iterable[Sequence]) -> Iterable[int]:
+        """The pages of the host tier that kept sets may recall, one for each pin."""
+        sets = {id(sequence.kept): sequence.kept for sequence in holders if sequence.kept is not None}
+        return (page for kept in sets.values() if kept.recallable is not None for page in kept.recallable.host_pages)
+
     def check(self, holders: Iterable[Sequence]) -> None:
-        """Recount who holds which kept set and which runs."""
+        """Recount who holds which kept set and which runs, and which page is in which frame."""
         sets: dict[int, KeptSet] = {}
         held: dict[int, int] = {}
         for sequence in holders:
+            if sequence.frames is not None:
+                sequence.frames.check()
             if sequence.kept is not None:
                 sets[id(sequence.kept)] = sequence.kept
                 held[id(sequence.kept)] = held.get(id(sequence.kept), 0) + 1
@@ -233,15 +291,18 @@ class Compaction:
 
 @dataclass(frozen=True)
 class _Choice:
-    """What a compressor keeps of a sequence in front of token ``end``: the tokens ``order`` int64 [L, Hkv, n] of the
-    context, with their ``positions`` int64 and what is carried on with them, fp32; position -1 is padding."""
+    """What a compressor keeps of a sequence in front of token ``end``: the ``wanted`` bool [L, Hkv, N] of the context's
+    tokens. Those are the tokens ``order`` int64 [L, Hkv, n], with their ``positions`` int64 and what is carried on with
+    them, fp32; position -1 is padding. ``recallable`` are the pages of images that steps may ask back."""
 
     sequence: Sequence
     context: SequenceContext
     end: int
+    wanted: Tensor
     order: Tensor
     positions: Tensor
     carry: Tensor | None
+    recallable: Recallable | None
 
     @property
     def tokens(self) -> NDArray[np.int64]:

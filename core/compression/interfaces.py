@@ -12,7 +12,8 @@ from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from octavo.core.interfaces import LayerTraits, ModelSpec, SparseMethod
+from octavo.core.hosting.interfaces import FrameSets
+from octavo.core.interfaces import Digest, LayerTraits, ModelSpec, PageView, SparseMethod
 
 Watch = Callable[[int, Tensor, Tensor], None]
 """Is shown, of a layer that sees everything, the positions int64 [Hkv, N] of the context's tokens, -1 in padding, and
@@ -104,6 +105,29 @@ class Kept:
     carry: Tensor | None = None
 
 
+class Recalling(Protocol):
+    """How decode steps ask back pages of images that were not kept (``octavo.core.compression.recall_step``)."""
+
+    @property
+    def digest(self) -> Digest:
+        """What stays on the device of each page, to rate it by."""
+        ...
+
+    def frames(self, pages: int) -> int:
+        """The most pages that a KV head reads besides those that it keeps, of so many that the images have, at least
+        1."""
+        ...
+
+    def sets(self, frames: int, layers: int, heads: int, device: torch.device) -> FrameSets:
+        """Maps of the frames of one sequence."""
+        ...
+
+    def score(self, q: Tensor, pages: PageView) -> Tensor:
+        """fp32 [1, H, P] of the images' pages, for ``q [1, Hq, D]``, by their digests alone; behind them stands an open
+        page that does not exist."""
+        ...
+
+
 class Compressor(Protocol):
     """Decides which tokens a sequence keeps once its prompt is computed, and after every ``every`` tokens from then on
     (0: never again).
@@ -114,9 +138,11 @@ class Compressor(Protocol):
 
     ``behind_items``: of the window it wants the queries behind the last image alone, if there are any.
 
-    ``demotes``: of what is dropped, exact pages that nobody else holds go to the host tier, and a session's later turns
-    begin anew from there. ``any_pages``: it serves prompts whose pages differ in size. ``items``: it is about images,
-    and so of no use without an encoder; ``item_scores``: it goes by what the encoder says of their tokens.
+    ``demotes``: of what is dropped, exact pages that nobody else holds go to the host tier. ``renews``: a session's
+    later turns begin anew from the whole pages, wherever these are. ``recall``: how pages of images that a head does
+    not keep come back within an answer; then it keeps whole pages; None: they do not. ``any_pages``: it serves prompts
+    whose pages differ in size. ``items``: it is about images, and so of no use without an encoder; ``item_scores``: it
+    goes by what the encoder says of their tokens.
     """
 
     @property
@@ -129,6 +155,10 @@ class Compressor(Protocol):
     def drops(self) -> bool: ...
     @property
     def demotes(self) -> bool: ...
+    @property
+    def renews(self) -> bool: ...
+    @property
+    def recall(self) -> Recalling | None: ...
     @property
     def any_pages(self) -> bool: ...
     @property
@@ -161,6 +191,8 @@ class OfTokens:
 
     behind_items: ClassVar[bool] = False
     demotes: ClassVar[bool] = False
+    renews: ClassVar[bool] = False
+    recall: ClassVar[Recalling | None] = None
     items: ClassVar[bool] = False
     item_scores: ClassVar[bool] = False
 

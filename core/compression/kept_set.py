@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
+from octavo.core.compression.recallable import Recallable
 from octavo.core.compression.split_units import Slabs, SplitUnits
 from octavo.core.memory.page_pool import Units
 
@@ -40,6 +41,7 @@ class KeptSet:
         tokens: of the head that keeps most, for each layer.
         digests: of the pages that the tokens make, [L, Hkv, P, ...] by part, if a method chooses among them.
         slabs: by head, the slabs whose runs it uses; None: entries are of the sequence's own pages.
+        recallable: what decode steps may ask back of what is not kept.
         holders: sequences that hold it.
     """
 
@@ -52,6 +54,7 @@ class KeptSet:
     split: SplitUnits
     tokens: Sequence[int]
     digests: Mapping[str, Tensor]
+    recallable: Recallable | None = None
     holders: int = field(default=1)
 
     @property
@@ -66,7 +69,9 @@ class KeptSet:
         return self
 
     def release(self) -> None:
-        """One holder less; with the last one its runs are free."""
+        """One holder less; with the last one its runs are free, and nothing is asked back any more."""
         self.holders -= 1
         if self.holders == 0 and self.slabs is not None:
             self.split.release(self.slabs)
+        if self.holders == 0 and self.recallable is not None:
+            self.recallable.release()

@@ -65,7 +65,7 @@ def _wide(
     unit_tokens, begin = layout.unit_tokens, 0 if kept is None else kept.end
     first, last = layout.first_entry(layout.page_of(begin)), layout.entries_for(end)
     own = device_tables.entries[:, device_tables.row(sequence), first:last]  # [slices, T]
-    tail = _slabs(own, plan, kv.shape[1])[:, None]  # [L, 1, T]
+    tail = slab_entries(own, plan, kv.shape[1])[:, None]  # [L, 1, T]
     starts = upload(layout.unit_pos(end)[first:], kv.device)
     stored = max(0, layout.stored_slots(end) - first * unit_tokens)  # of a sealed page, holes at its end do not count
     if kept is None:
@@ -83,7 +83,7 @@ def _wide(
     return listed, slots.to(torch.int32), unit_pos
 
 
-def _slabs(entries: Tensor, plan: LayerPlan, unit_layers: int) -> Tensor:
+def slab_entries(entries: Tensor, plan: LayerPlan, unit_layers: int) -> Tensor:
     """Entries of slabs int32 [L, T] for the layers of the first group, from those of units [slices, T]."""
     places = [plan.places[layer] for layer in plan.groups[0].layers]
     of_slice = entries[[place.slice for place in places]]

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from octavo.core.compression.kept_tables import KeptTables
 from octavo.core.compression.observation import Observation
+from octavo.core.compression.recall_step import RecallStep
 from octavo.core.execution.compiled import attend_in_step
 from octavo.core.execution.page_view import StepPages
 from octavo.core.execution.query_blocks import BlockGroup, choose_pages
@@ -87,8 +88,8 @@ class DecodeGroup:
     a run that several tables share once, and each KV head of such a layer ``slots_spared`` slots less.
 
     ``probe`` looks on where something is chosen, at rows ``probed`` of the group.
-    ``kept`` are the tables of layers without a window, if the sequences have been compressed.
-    ``lent``: the same tables in parts, where some of their pages are stored for other positions.
+    ``kept`` are the tables of layers without a window, if the sequences have been compressed; ``recall`` adds to them
+    what rows ask back. ``lent``: the same tables in parts, where some of their pages are stored for other positions.
     """
 
     start: int
@@ -106,6 +107,7 @@ class DecodeGroup:
     probe: AttentionProbe | None = None
     probed: list[int] = field(default_factory=list)
     kept: KeptTables | None = None
+    recall: RecallStep | None = None
     lent: VirtualRows | None = None
     members: Tensor | None = None
     places: Tensor | None = None
@@ -210,7 +212,10 @@ class PagedStep:
             kv, unit_layer = group.kept.kv, 0
         if selection is None and group.kept is not None and not traits.window:
             table, slots, _ = group.kept.of_layer(layer)
-            unit_pos = None  # all of it is in front of the query
+            if group.recall is not None:
+                table, slots = group.recall.joined(layer, traits, q, table, slots)
+            if unit_pos is not None:  # with holes there may be more slots than positions
+                unit_pos = torch.zeros_like(table)  # all of it is in front of the query
             group.chosen.append(slots)
         elif selection is None or group.pages is None:
             group.dense_windows[traits.window] += 1

@@ -89,6 +89,8 @@ class ReadAccounts:
                 sequence.decode_steps += not chunk.draft
                 sequence.kv_bytes_read += units * unit_bytes
                 sequence.digest_bytes_read += elements * self._itemsize
+            if group.recall is not None:
+                group.recall.account()
             if group.pages is not None and group.pages.away is not None and group.method is not None:
                 sequences = [chunk.sequence for chunk in chunks[group.start : group.stop]]
                 hosted[group.method.provenance].account(group.pages.away, sequences)

@@ -14,6 +14,7 @@ from torch import Tensor
 from octavo.core.compression.kept_pages import KeptPages
 from octavo.core.compression.kept_tables import KeptTables
 from octavo.core.compression.observation import Observation
+from octavo.core.compression.recall_step import RecallStep, may_recall
 from octavo.core.config import EngineConfig
 from octavo.core.encoding.encoded_items import EncodedItems
 from octavo.core.encoding.pieces import reused, stretches
@@ -338,6 +339,8 @@ class StepRunner:
         method = self.choosers.of(chunks[0])
         group = DecodeGroup(start, start + len(chunks), tables, slots, q_pos, unit_pos, method)
         group.kept, group.lent = self._kept_tables(chunks), self._lent_rows(chunks)
+        if any(map(may_recall, chunks)):
+            group.recall = RecallStep(chunks, self.kv, self._plan, self._host, self.backend)
         if self._runs is not None and method is None and unit_pos is None and group.kept is None:
             shared = self._runs.find([chunk.sequence for chunk in chunks], [chunk.start for chunk in chunks])
             if shared is not None:

@@ -32,6 +32,18 @@ class ResidentSets(Protocol):
         ...
 
 
+class FrameSets(ResidentSets, Protocol):
+    """Those that are asked for pages by the engine itself."""
+
+    def take(
+        self, layer: int, rows: Tensor, pages: Tensor, wanted: Tensor, read: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Let ``pages`` int64 [b, Hkv, S] have frames in a layer of the maps, where ``wanted`` bool says so, and note
+        those that are ``read`` now: frames int64 [b, Hkv, S], which of the wanted do not hold their page yet, and which
+        had come ahead."""
+        ...
+
+
 @dataclass(frozen=True)
 class Hosting:
     """How a method's sequences share their pages between the device and the host tier.

@@ -25,6 +25,7 @@ def check_engine(engine: Engine) -> None:
     check_tables((table for sequence in holders for table in sequence.holdings), pool, engine._compaction.split.units)
     engine._compaction.check(holders)
     pins = Counter(page for sequence in holders if sequence.shelf is not None for page in sequence.shelf.pages)
+    pins.update(engine._compaction.pins(holders))
     if engine._host is not None and engine._host.pins != pins:
         raise AssertionError(f"host pages count the pins {engine._host.pins}, sequences read {pins} from there")
     for name, hosted in engine._runner.hosted.items():

@@ -110,7 +110,7 @@ class Session:
         """Enter a turn, or a leg of one, on the pages that are left."""
         engine = self._engine
         sequence = TokenSequence(request, 0, SharedList(request.prompt), engine._pool, engine._plan)
-        if request.compressor is not None and request.compressor.demotes:
+        if request.compressor is not None and request.compressor.renews:
             self._spans, self._points = [], []  # a turn sees all of the earlier ones, which are text by now
         if request.method is not None:
             known = self._spans[-1].stop if self._spans else 0

@@ -14,7 +14,7 @@ from octavo.scripts.progress import counting, waiting
 from octavo.scripts.refusal import ConfigError, nearest
 from octavo.scripts.run import Run, Sample
 from octavo.scripts.schema import VisualImportance
-from octavo.scripts.schema_visual_importance import VISUAL_METHODS
+from octavo.scripts.schema_visual_importance import RECALL, VISUAL_METHODS
 from octavo.scripts.tasks.statistics import bootstrap_mean, mcnemar_exact, paired_bootstrap
 from octavo.scripts.tasks.two_questions import TwoQuestions, two_questions
 from octavo.scripts.vision_models import VisionModel, load_vision_model
@@ -38,6 +38,8 @@ NOTES = (
     f"first reading decides: the second one, and the whole answer, read what is kept. {OTHER}: the next turn of the "
     "session asks about another image: under drop it reads what the first question has left, under host it finds all "
     "of every image again and decides anew.",
+    "recall: as host, in whole pages; a token of the answer, or of the question's second reading, asks pages back that "
+    "its heads do not keep and would keep now, recall_share of them at once. Frames for them are in KV kept.",
     "Keys and values of text are kept whole, and they were computed with all of the images: that is in the cache, too.",
     "share: of each image's tokens, the mean over the layers that drop some. KV kept: units that the sequence holds on "
     "the device when its answer ends, against dense. KV read: a decoded token.",
@@ -181,7 +183,8 @@ def tables(found: Sequence[Row]) -> list[report.Shown]:
 
 
 def figure(found: Sequence[Row]) -> Figure:
-    """Accuracy by what is kept, a panel a way of asking: a line a method, dashed where pages are recalled."""
+    """Accuracy by what is kept, a panel a way of asking: a line a method, dashed where pages are recalled between
+    answers, dotted where also within one."""
     from matplotlib.figure import Figure
 
     ways = list(dict.fromkeys(row["task"] for row in found))
@@ -193,7 +196,7 @@ def figure(found: Sequence[Row]) -> Figure:
             if row["method"] == DENSE:
                 axes.axhline(row["accuracy"], color="0.6", linewidth=3, label=DENSE)
         for number, method in enumerate(methods):
-            for placement, style in (("drop", "o-"), ("host", "s--")):
+            for placement, style in (("drop", "o-"), ("host", "s--"), (RECALL, "^:")):
                 line = [row for row in own if (row["method"], row.get("placement")) == (method, placement)]
                 line.sort(key=lambda row: float(row["kv_kept_percent"]))
                 if line:
@@ -214,6 +217,7 @@ def _variants(config: VisualImportance) -> Iterator[Variant]:
         ConfigError: one that does not rate images.
     """
     from octavo.sparse.visual_eviction import VisualEviction
+    from octavo.sparse.visual_recall import Recall
 
     for entry in config.sparse.methods:
         made = build.method(entry, **config.sparse.overrides.get(entry, {}))
@@ -223,12 +227,15 @@ def _variants(config: VisualImportance) -> Iterator[Variant]:
                 f"that do: {', '.join(VISUAL_METHODS)}"
             )
         for share, placement in product(config.shares, config.placements):
+            changes: dict[str, Any] = {"placement": placement}
+            if placement == RECALL:
+                changes = {"placement": "host", "grain": "page", "recall": Recall(config.recall_share)}
             budget: Any = replace(made.budget, share=share)  # type: ignore[type-var]  # budgets are dataclasses
-            yield Variant(made.name, share, placement, replace(made, budget=budget, placement=placement))  # type: ignore[arg-type]
+            yield Variant(made.name, share, placement, replace(made, budget=budget, **changes))
 
 
 def _ways(variant: Variant) -> tuple[str, ...]:
-    """Within one request nothing is recalled, so there the placements do not differ."""
+    """Within one request host recalls nothing, so there it does not differ from drop."""
     return (FIRST, OTHER) if variant.placement == "host" else ASKED
 
 
@@ -244,11 +251,12 @@ def _answers(
     params = SamplingParams(max_tokens=max_new_tokens, logprobs=engine.spec.vocab_size)
     images = draw(item.scenes)
     session = engine.session(demo_prompt(images, item.first.question), method=variant.method)
-    yield FIRST, session.generate(params), 0
+    completion = session.generate(params)
+    yield FIRST, completion, completion.samples[0].host_bytes_read
     session.append(question_part(item.other.question))
     before = _recalled(engine)
     completion = session.generate(params)
-    yield OTHER, completion, _recalled(engine) - before
+    yield OTHER, completion, _recalled(engine) - before + completion.samples[0].host_bytes_read
     session.close()
     if AGAIN in _ways(variant):
         words = question_part(item.first.question)
@@ -257,7 +265,8 @@ def _answers(
         request = engine.submit(
             prompt, params, method=variant.method, unseen_tokens=unseen if variant.method is not None else 0
         )
-        yield AGAIN, engine.finish([request])[request], 0
+        completion = engine.finish([request])[request]
+        yield AGAIN, completion, completion.samples[0].host_bytes_read
 
 
 def _recalled(engine: Engine) -> int:

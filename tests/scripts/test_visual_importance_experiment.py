@@ -14,6 +14,7 @@ from .conftest import Command, samples
 
 ARGUMENTS = (
     "experiment=visual_importance", "items=2", "images=2", "max_new_tokens=4", "shares=[0.25,1]", "page_map=false",
+    "engine.page_policies.image=8",
 )  # fmt: skip
 METHODS = "sparse.methods=[cls_attention,pyramid_drop]"
 
@@ -27,8 +28,8 @@ def test_a_run(octavo: Command, tiny_demo: Path) -> None:
     assert outcome.code == 0, outcome.err
     found = {(r["task"], r["method"], r.get("share_percent"), r.get("placement")): r for r in outcome.metrics["rows"]}
     variants = [(name, share, placement) for name in ("cls_attention", "pyramid_drop") for share in (25.0, 100.0)
-                for placement in ("drop", "host")]  # fmt: skip
-    dropping = [variant for variant in variants if variant[2] == "drop"]
+                for placement in ("drop", "host", "recall")]  # fmt: skip
+    dropping = [variant for variant in variants if variant[2] != "host"]
     assert [*found] == [
         *((way, *variant) for way in (FIRST,) for variant in [("dense", None, None), *variants]),
         *((AGAIN, *variant) for variant in [("dense", None, None), *dropping]),
@@ -43,10 +44,13 @@ def test_a_run(octavo: Command, tiny_demo: Path) -> None:
             assert row["kl_first_nats_max"] < 1e-5
         else:
             assert row["kv_kept_percent"] < 100 and row["units_freed"] > 0
-            if way == FIRST or placement == "host":  # the first token has seen everything
+            if way == FIRST or (way == OTHER and placement != "drop"):  # the first token has seen everything
                 assert row["kl_first_nats_max"] < 1e-4
-        recalled = way == OTHER and placement == "host" and share == 25.0
-        assert (row["host_bytes_recalled"] > 2 * IMAGE_BYTES) == recalled  # else a page of text at most
+        between = way == OTHER and placement in ("host", "recall") and share == 25.0
+        if placement != "recall" or between:
+            assert (row["host_bytes_recalled"] > 2 * IMAGE_BYTES) == between  # else a page of text at most
+        else:
+            assert (row["host_bytes_recalled"] > 0) == (share == 25.0)
     for name in ("cls_attention", "pyramid_drop"):
         drop, host = (found[FIRST, name, 25.0, placement] for placement in ("drop", "host"))
         for key in ("accuracy", "kv_bytes_per_token", "kv_bytes_held", "units_freed"):
@@ -85,12 +89,13 @@ def test_the_default_line_up_is_all_there_is(tiny_demo: Path) -> None:
     [
         ("shares=[0]", "shares=[0.0]: 0.0 must be above 0 and at most 1"),
         ("shares=[1.5]", "1.5 must be above 0 and at most 1"),
+        ("recall_share=0", "recall_share=0.0: must be above 0 and at most 1"),
         ("images=1", "images=1: must be 2 to 8"),
-        ("placements=[visible]", "placements=visible: unknown; one of: drop, host"),
+        ("placements=[visible]", "placements=visible: unknown; one of: drop, host, recall"),
         ("sparse.methods=[dense]", "dense runs in any case"),
         ("sparse.methods=[snapkv]", "snapkv does not rate the tokens of images; those that do: cls_attention"),
-        ("sparse.overrides.fastv={placement: drop}", "placement and budget.share are set by this experiment"),
-        ("engine.host_tokens=0", "placement host needs a host tier"),
+        ("sparse.overrides.fastv={placement: drop}", "placement, recall and budget.share are set by this experiment"),
+        ("engine.host_tokens=0", "need a host tier; set it"),
         ("engine.prefix_cache=false", "found by their keys"),
         ("max_new_tokens=900", "take up to 1898 tokens, more than the 1024"),
     ],

@@ -52,14 +52,14 @@ def retained(model, prompt, positions, tokens):
     rows = [embed(torch.tensor(p.token_ids)) if hasattr(p, "token_ids") else encoder.rows(p) for p in prompt]
     cache, drawn, logprobs = DynamicCache(), [], []
     length = sum(map(len, rows))
-    width = max(len(kept) for layer in positions for kept in layer)
     with torch.inference_mode():
         logits = model(inputs_embeds=torch.cat(rows)[None], past_key_values=cache, use_cache=True).logits[0, -1]
         for layer, kept in zip(cache.layers, positions, strict=True):
+            width = max(map(len, kept))
             full = [layer.keys, layer.values]
             for at, heads in enumerate(full):
                 own = [heads[0, head, kept[head]] for head in range(len(kept))]
-                assert all(len(one) == width for one in own), "transformers keeps as many in every head and layer"
+                assert all(len(one) == width for one in own), "transformers keeps as many in every head"
                 full[at] = torch.stack(own)[None]
             layer.keys, layer.values = full
         for step in range(tokens):
@@ -106,7 +106,7 @@ def test_text_is_kept_whole_and_a_share_of_images(name, parts, model):
 @pytest.mark.parametrize("name", ["visual_random", "visual_knorm", "look_m", "cls_attention"])
 def test_what_is_kept_is_attended_to_at_its_own_positions(name, backend, model, drain):
     """Dense attention over the retained (token, position) pairs, computed by transformers, which wants as many in each
-    layer and head; the others differ from these in what they choose alone."""
+    head; the others differ from these in what they choose alone."""
     engine = seeing(model, backend=backend)
     positions, since = compressed(engine, visual(name))
     kept = [[[at for at in head if at >= 0] + since for head in layer] for layer in positions.tolist()]
@@ -114,6 +114,21 @@ def test_what_is_kept_is_attended_to_at_its_own_positions(name, backend, model, 
     sample = drain(engine).completions["a"].samples[0]
     assert sample.token_ids == tokens
     assert values(sample) == pytest.approx(logprobs, abs=5e-4)
+
+
+@pytest.mark.parametrize("parts", [{}, {"grain": "page"}, {"grain": "page", "placement": "visible"}], ids=str)
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_slots_may_be_more_than_positions(backend, parts, model, drain):
+    """Layer 0 keeps all 35 tokens in front of the open page, so a slot of its last unit is empty; pages that are only
+    hidden leave more. The last tokens are seen all the same."""
+    engine, prompt = seeing(model, backend=backend), [text(6), *PROMPT[1:]]
+    positions, _ = compressed(engine, visual("fastv", **parts), prompt)
+    since = list(range(35, TOKENS + 1))
+    kept = [[[at for at in head if at >= 0] + since for head in layer] for layer in positions.tolist()]
+    assert kept[0] == [[*range(TOKENS + 1)]] * 2
+    tokens, logprobs = retained(model, prompt, kept, 8)
+    sample = drain(engine).completions["a"].samples[0]
+    assert sample.token_ids == tokens and values(sample) == pytest.approx(logprobs, abs=5e-4)
 
 
 @pytest.mark.parametrize("name", ["snapkv", "knorm_drop", "tova"])
@@ -325,8 +340,8 @@ class TestRefusals:
 
     @pytest.mark.parametrize("key", ["grain", "per", "placement"])
     def test_words(self, key):
-        with pytest.raises(ConfigError, match=f"{key} must be '.*' or '.*', got 'visible'"):
-            visual("fastv", **{key: "visible"})
+        with pytest.raises(ConfigError, match=f"{key} must be '.*' or '.*', got 'hidden'"):
+            visual("fastv", **{key: "hidden"})
 
 
 def test_layers_with_a_window_keep_it(g_model, drain):
