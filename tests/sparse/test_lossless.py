@@ -166,7 +166,7 @@ class TestTokensAreDense:
         model = make_llama(4, initializer_range=0.3)
         prompt = random.Random(0).choices(range(4), k=30)
         requests = [
-            (prompt, SamplingParams(max_tokens=3, temperature=1.0, seed=seed, ignore_eos=True)) for seed in range(800)
+            (prompt, SamplingParams(max_tokens=4, temperature=1.0, seed=seed, ignore_eos=True)) for seed in range(800)
         ]
         chosen = Lossless(make("random", 12, dense_layers=[]), 2)
         engine = engine_for(model, max_seqs=64, pool_tokens=6000, shared_decode=False)
