@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import math
+import pydoc
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -284,6 +285,7 @@ def _method(name_or_path: str, budget_tokens: int | None, overrides: Mapping[str
             known = [str(part) for part in recipe]
             raise ConfigError(f"method {name_or_path}: no part {key!r}; {nearest(key, known)}parts: {', '.join(known)}")
     try:
+        _open_defaults(recipe, overrides)
         built = instantiate(OmegaConf.merge(recipe, overrides), _convert_="all")
     except (ConfigKeyError, ConfigAttributeError) as error:
         raise ConfigError(f"method {name_or_path}: {_no_such_part(error, recipe)}") from error
@@ -441,13 +443,37 @@ def _apart() -> Iterator[None]:
         GlobalHydra.instance().hydra = running
 
 
+def _open_defaults(recipe: DictConfig, overrides: Mapping[str, Any]) -> None:
+    """Make room in a recipe for what ``overrides`` say and it leaves to the defaults of its classes."""
+    known = _fields(str(overrides.get("_target_", recipe.get("_target_"))))
+    for key, value in overrides.items():
+        if key not in recipe and key in known:
+            with open_dict(recipe):
+                recipe[key] = None
+        elif isinstance(value, Mapping) and isinstance(recipe.get(key), DictConfig):
+            _open_defaults(recipe[key], value)
+
+
+def _fields(target: str) -> list[str]:
+    """The parameters of the dataclass that a ``_target_`` names; none if it names no such thing."""
+    try:
+        kind = pydoc.locate(target)
+    except pydoc.ErrorDuringImport:  # who builds it says so
+        return []
+    if not isinstance(kind, type) or not dataclasses.is_dataclass(kind):
+        return []
+    return [field.name for field in dataclasses.fields(kind) if field.init]
+
+
 def _no_such_part(error: OmegaConfBaseException, recipe: DictConfig) -> str:
     """What OmegaConf says of a key deep in overrides that the recipe has not, in a line that has the way out."""
     parent, _, key = str(error.full_key or "").rpartition(".")
     part = OmegaConf.select(recipe, parent) if parent else None
     if not isinstance(part, DictConfig):
         return _root_cause(error).splitlines()[0]
-    known = [str(name) for name in part if name != "_target_"]
+    known = list(
+        dict.fromkeys([*(str(name) for name in part if name != "_target_"), *_fields(str(part.get("_target_")))])
+    )
     return f"{parent} has no {key!r}; {nearest(key, known)}it has: {', '.join(known) or 'nothing to set'}"
 
 
@@ -455,4 +481,6 @@ def _root_cause(error: BaseException) -> str:
     """Hydra wraps what a constructor raised, with its own advice around it; the first words are in the cause."""
     while error.__cause__ is not None:
         error = error.__cause__
+    if isinstance(error, ModuleNotFoundError):
+        return f"{error}; PYTHONPATH=. lets Python find the modules of this folder"
     return str(error) or type(error).__name__

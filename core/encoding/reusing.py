@@ -77,7 +77,7 @@ def validate_reused(layout: PageLayout, prompt: int) -> None:
         if span.end == prompt:
             raise ValueError(
                 f"the prompt ends with an image, whose last token is not computed under reuse={name!r}, and so nothing "
-                "says what comes next; let text follow it, a line break perhaps"
+                "says what comes next; let text follow it that is at least one token"
             )
         if span.item.bidirectional and (span.item.anew or reuse.layer is not None):
             raise ValueError(

@@ -40,6 +40,17 @@ def test_parts_can_be_changed() -> None:
     assert made.dense_layers == ()  # type: ignore[union-attr]
 
 
+def test_what_a_file_leaves_to_its_class_can_be_set(tmp_path: Path) -> None:
+    (tmp_path / "bare.yaml").write_text(
+        "_target_: octavo.sparse.method.Method\nname: bare\nscorer: {_target_: octavo.sparse.scorers.Recency}\n"
+        "budget: {_target_: octavo.sparse.budgets.Uniform, tokens: 64}\nkeep: {_target_: octavo.sparse.keep.Keep}\n"
+    )
+    bare = str(tmp_path / "bare.yaml")
+    assert method(bare, keep={"sink_tokens": 32}).keep.sink_tokens == 32  # type: ignore[union-attr]
+    with pytest.raises(ConfigError, match=r"keep has no 'sinks'; .*it has: sink_tokens, recent_tokens"):
+        method(bare, keep={"sinks": 32})
+
+
 def test_a_file_of_ones_own_may_build_on_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine.yaml").write_text(
         "defaults:\n  - /sparse@_global_: streaming\n  - _self_\nname: mine\nkeep: {sink_tokens: 8}\n"
@@ -64,6 +75,7 @@ def test_unknown_names_are_refused_with_the_nearest() -> None:
         ({"keeep": {}}, "no part 'keeep'; did you mean 'keep'"),
         ({"keep": {"sink_tokns": 4}}, "keep has no 'sink_tokns'; did you mean 'sink_tokens'[^\n]*$"),
         ({"scorer": {"_target_": "octavo.sparse.scorers.Nothing"}}, "Nothing"),
+        ({"scorer": {"_target_": "nowhere.Idea"}}, "No module named 'nowhere'; PYTHONPATH=. lets Python find"),
     ],
 )
 def test_parts_that_do_not_fit_are_refused(changes: dict[str, object], message: str) -> None:
