@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from octavo.core.compression.interfaces import Compressor
 from octavo.core.encoding.pieces import reused
-from octavo.core.interfaces import SparseMethod
+from octavo.core.interfaces import Digest, ModelSpec, SparseMethod
 from octavo.core.memory.page_layout import PageLayout
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def require_compression(method: SparseMethod, engine: Engine) -> None:
     engine._items.scored |= compressor.item_scores
 
 
-def require_pages(method: SparseMethod, layout: PageLayout) -> None:
+def require_pages(method: SparseMethod, layout: PageLayout, prompt_tokens: int, spec: ModelSpec) -> None:
     """Refuse, with a ValueError, a prompt with images to whose pages a method cannot go down."""
     compressor = compressor_of(method)
     if layout.uniform:
@@ -63,3 +63,29 @@ def require_pages(method: SparseMethod, layout: PageLayout) -> None:
             f"method {method.name!r} drops tokens, and {len(spans)} images of this prompt are reused from elsewhere; "
             "give reuse=None, or a way of reusing that is exact"
         )
+    if compressor.recall is not None:
+        _require_digests(method.name, compressor.recall.digest, layout, prompt_tokens, spec)
+
+
+def _require_digests(name: str, digest: Digest, layout: PageLayout, prompt_tokens: int, spec: ModelSpec) -> None:
+    """The last page of an image holds what is left of it, and needs a digest of the same shape as the others."""
+    sizes: set[int] = set()
+    for item in layout.items(0, prompt_tokens):
+        tokens, page_tokens = item.end - item.start, layout.page_slots(layout.page_of(item.start))
+        sizes |= {min(tokens, page_tokens), tokens % page_tokens} - {0}
+    shapes = set()
+    for tokens in sorted(sizes):
+        try:
+            shapes.add(tuple(sorted(digest.spec(tokens, spec).items())))
+        except ValueError as error:
+            why = str(error)
+            break
+    else:
+        if len(shapes) <= 1:
+            return
+        why = "their digests differ in shape"
+    raise ValueError(
+        f"method {name!r} recalls pages of images by recall.digest={digest}, and those of this prompt hold "
+        f"{sorted(sizes)} tokens: {why}; take a digest of pages of any size, as octavo.sparse.digests.MinMax, or image "
+        "pages that it can divide"
+    )

@@ -59,7 +59,7 @@ def require_room(
     validate_reused(layout, prompt_tokens)
     if method is not None:
         validate_method(method, engine)
-        require_pages(method, layout)
+        require_pages(method, layout, prompt_tokens, engine.spec)
         require_host_room(method, engine, layout, prompt_tokens, required)
         if (compressor := compressor_of(method)) is not None:
             last = min(prompt_tokens + params.max_tokens, engine._max_tokens) if compressor.every else prompt_tokens

@@ -8,7 +8,7 @@ from octavo.core.scheduler import StepPlan
 from octavo.kernels.layout import entry_units, entry_valid
 from octavo.scripts.refusal import ConfigError
 
-from ..pictures import A, B, C, text
+from ..pictures import A, B, C, Picture, text
 from .visual_cases import PROMPT, QUESTION, idle, params, seeing, visual
 
 NAMES = ("cls_attention", "fastv", "vl_cache")
@@ -264,6 +264,31 @@ def test_scorers_that_read_what_is_not_there(model, hosting):
     digest = {"_target_": "octavo.sparse.mean_key.MeanKey"}
     with pytest.raises(ValueError, match=r"needs digest parts \['max', 'min'\]"):
         hosting().submit(PROMPT, method=recalling(digest=digest))
+
+
+@pytest.mark.parametrize(
+    "digest, scorer, why",
+    [
+        ("lserve.SubPageBoxes", "lserve.SubPageBound", "digest.sub_pages=4 must divide the page of 1 tokens"),
+        ("infllm.Representatives", "infllm.SumOfDots", "digest.count=4 keys cannot stand for a page of 1 tokens"),
+        ("rocketkv.ChunkBoxes", "scorers.Recency", "digest.chunk_tokens=4 must divide the page of 1 tokens"),
+    ],
+)
+def test_digests_that_some_page_of_an_image_is_too_small_for(digest, scorer, why, hosting, drain):
+    """They are refused by the prompt, before anything is computed, and served where all pages are as they want them."""
+    parts = {key: {"_target_": f"octavo.sparse.{name}"} for key, name in (("digest", digest), ("scorer", scorer))}
+    engine = hosting(page_policies={"image": 8})
+    with pytest.raises(ValueError, match=rf"recall.digest=.*hold \[1, 5, 8\] tokens: .*{why}.*MinMax"):
+        engine.submit([A, text(3), B], method=recalling(**parts))
+    idle(engine)
+    session = engine.session([A], method=recalling(**parts))
+    with pytest.raises(ValueError, match=why):
+        session.generate(params())
+    session.close()
+    whole = [text(5), Picture(7, 24), text(3, 1), Picture(8, 16), text(7, 2)]
+    recalled = alone(engine, drain, recalling(**parts), whole)
+    equal(recalled, alone(engine, drain, recalling(placement="visible", **parts), whole))
+    assert recalled.host_bytes_read > 0
 
 
 def test_layers_with_a_window_keep_it(g_model, drain):
