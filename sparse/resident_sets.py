@@ -80,15 +80,19 @@ class FrameMaps:
                 setattr(self, name, torch.cat([tensor, torch.empty_like(tensor[:1])]))
             self._free.append(row)
         row = self._free.pop()
-        self.frame_of[row], self.page_in[row] = -1, -1
-        for tensor in (self.credit, self.is_ahead, self.hand, self.now):
-            tensor[row] = 0
+        self.forget(row)
         if self.recorder is not None:
             self.recorder.opened(row)
         return row
 
     def close(self, row: int) -> None:
         self._free.append(row)
+
+    def forget(self, row: int) -> None:
+        """A row's frames are empty."""
+        self.frame_of[row], self.page_in[row] = -1, -1
+        for tensor in (self.credit, self.is_ahead, self.hand, self.now):
+            tensor[row] = 0
 
     def widen(self, pages: int) -> None:
         """Room for pages 0 to ``pages`` (exclusive)."""

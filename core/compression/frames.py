@@ -38,6 +38,10 @@ class Frames:
         self.ahead = CopiesAhead(device)
         self._pages = pages
 
+    def forget(self) -> None:
+        """What was about to come has not, perhaps."""
+        self.sets.forget(int(self.rows))
+
     def check(self) -> None:
         """Raises AssertionError where the maps disagree."""
         self.sets.check(int(self.rows), self._pages)

@@ -145,13 +145,17 @@ class StepRunner:
         wanted = np.array([first[id(r.chunk)] + r.position - r.chunk.start for r in rows], np.int64)
         inputs = self._to_device(ids), self._to_device(positions), self._to_device(wanted), step
         embedded = self._items.placed(chunks)
-        if any(group.foresees for group in step.decodes):  # which calls layers, so the pass is not replayed in pieces
-            with self._model.foresight().used(step):
+        try:
+            if any(group.foresees for group in step.decodes):  # which calls layers: the pass is not replayed in pieces
+                with self._model.foresight().used(step):
+                    logits = self._model.forward(*inputs, embedded)
+            elif self._pieces is not None and embedded is None and self._pieces.serves(len(ids), len(rows)):
+                logits = self._pieces.forward(*inputs)
+            else:
                 logits = self._model.forward(*inputs, embedded)
-        elif self._pieces is not None and embedded is None and self._pieces.serves(len(ids), len(rows)):
-            logits = self._pieces.forward(*inputs)
-        else:
-            logits = self._model.forward(*inputs, embedded)
+        except BaseException:
+            self._forget_frames(chunks)
+            raise
         self.accounts.step(step, chunks, self.hosted)
         return logits.float(), rows
 
@@ -245,6 +249,14 @@ class StepRunner:
         self.copies.carry_out(self.rotary)
         if self._host is not None:
             self._host.copy_in(self.kv)
+
+    def _forget_frames(self, chunks: list[Chunk]) -> None:
+        """A pass was left, perhaps between giving frames to pages and fetching these."""
+        for sequence in {id(chunk.sequence): chunk.sequence for chunk in chunks}.values():
+            if sequence.request.hosting is not None:
+                self._hosted_by(sequence.request).forget(sequence)
+            if sequence.frames is not None:
+                sequence.frames.forget()
 
     def _build(self, chunks: list[Chunk]) -> tuple[PagedStep, list[Row]]:
         rows = []

@@ -37,6 +37,10 @@ class Waits:
         else:
             self._seconds = time.perf_counter() - self._seconds
 
+    def forget(self) -> None:
+        """A wait that has begun does not end."""
+        self._events, self._seconds = [], 0.0
+
     def take(self) -> float:
         """Seconds since the last call. Precondition: the device has done what it was given."""
         if self._cuda:

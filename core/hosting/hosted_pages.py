@@ -205,6 +205,14 @@ class HostedPages:
             sequence.host_bytes_read += (fetched + prefetched) * 2 * self._page_units * unit
         self.wait_s += self._waits.take()
 
+    def forget(self, sequence: Sequence) -> None:
+        """A step over a sequence has failed. Pages that it gave frames to have not come, perhaps, so all of them are
+        fetched again."""
+        if sequence.shelf is not None:
+            self.sets.forget(sequence.shelf.row)
+        self._waits.forget()
+        self._closed = True  # copies ahead may be under way to frames that are empty now
+
     def check(self, sequences: Sequential[Sequence]) -> None:
         """Of each sequence: what is away is where the maps say, or is about to be entered into them."""
         waiting = {leaving.row for leaving in self._leaving}

@@ -23,6 +23,10 @@ class ResidentSets(Protocol):
 
     def close(self, row: int) -> None: ...
 
+    def forget(self, row: int) -> None:
+        """A row's frames are empty."""
+        ...
+
     def widen(self, pages: int) -> None:
         """Room for pages 0 to ``pages`` (exclusive)."""
         ...

@@ -499,6 +499,34 @@ class TestLife:
             expected = one(engine_for(model), drain, chosen)
             assert drain(engine).completions["a"].samples[0].token_ids == expected.token_ids
 
+    @pytest.mark.parametrize("prefetch", PREFETCHES)
+    @pytest.mark.parametrize("call", [0, 3, 10])
+    def test_a_step_that_ends_where_pages_have_frames_and_have_not_come(
+        self, call, prefetch, model, in_pool, hosted_engine, drain, monkeypatch, assert_nothing_pinned
+    ):
+        """As Ctrl-C may end it. Waits that have begun are forgotten, too."""
+        engine = hosted_engine(model)
+        engine.submit(PROMPT, params(), method=hosted(make("quest"), prefetch=prefetch), request_id="a")
+        fetch, calls = StepAway.fetch, []
+
+        def leave(away, *args, **kwargs):
+            calls.append(away)
+            if len(calls) == call + 1:
+                away.waits.mark()
+                raise KeyboardInterrupt
+            return fetch(away, *args, **kwargs)
+
+        monkeypatch.setattr(StepAway, "fetch", leave)
+        with pytest.raises(KeyboardInterrupt):
+            for _ in range(20):
+                engine.step()
+        engine.check()
+        assert not any(layer._forward_pre_hooks for layer in model.modules())
+        sample = drain(engine).completions["a"].samples[0]
+        assert (sample.token_ids, sample.logprobs) == (in_pool("quest").token_ids, in_pool("quest").logprobs)
+        assert 0 <= engine.stats().host_wait_s < 600
+        assert_nothing_pinned(engine)
+
     def test_steps_are_not_replayed(self, model, engine_for, hosted_engine, drain):
         chosen = make("quest")
         engine = hosted_engine(model, execution="graph")

@@ -187,6 +187,28 @@ def test_where_frames_would_take_what_is_freed_all_of_it_stays(model, hosting, d
     assert sample.host_bytes_read == 0 < sample.digest_bytes_read
 
 
+@pytest.mark.parametrize("call", [0, 1, 4])
+def test_a_step_that_ends_where_pages_have_frames_and_have_not_come(call, hosting, drain, monkeypatch):
+    single = alone(hosting(), drain, recalling())
+    engine = hosting()
+    engine._host.kv.fill_(float("nan"))
+    engine.submit(PROMPT, params(), method=recalling(), request_id="a")
+    fetch, calls = recall_step.StepAway.fetch, []
+
+    def leave(away, *args, **kwargs):
+        calls.append(away)
+        if len(calls) == call + 1:
+            raise KeyboardInterrupt
+        return fetch(away, *args, **kwargs)
+
+    monkeypatch.setattr(recall_step.StepAway, "fetch", leave)
+    with pytest.raises(KeyboardInterrupt):
+        drain(engine)
+    engine.check()
+    equal(drain(engine).completions["a"].samples[0], single)
+    idle(engine)
+
+
 def test_a_pool_that_is_too_small_for_all_at_once(hosting, drain):
     single = alone(hosting(), drain, recalling())
     engine = hosting(pool_tokens=72)
