@@ -34,6 +34,8 @@ DRAFT = "draft"
 """The part of a method that is a method itself (``octavo.sparse.lossless``)."""
 OPTIONAL_PARTS = ("prefill", "prior")
 """Parts of a method that a change may add, since its YAML does well without them."""
+NEEDED_PARTS = ("scorer", "budget", "selector", "placement", "keep")
+"""Parts that a change may not take away; others, a digest say, a method may do without."""
 DTYPES = {"auto": "auto", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 
@@ -284,6 +286,14 @@ def _method(name_or_path: str, budget_tokens: int | None, overrides: Mapping[str
         elif key not in recipe:
             known = [str(part) for part in recipe]
             raise ConfigError(f"method {name_or_path}: no part {key!r}; {nearest(key, known)}parts: {', '.join(known)}")
+        elif OmegaConf.is_dict(recipe[key]) and _is_no_part(key, overrides[key]):
+            settings = ", ".join(f"{key}.{setting}" for setting in map(str, recipe[key]) if setting != "_target_")
+            raise ConfigError(
+                f"method {name_or_path}: {key}={overrides[key]} is no {key}; what can be set: {settings or 'nothing'}; "
+                f"for another {key} name its class, as in {key}={{_target_: octavo.sparse...}}"
+            )
+        elif OmegaConf.is_dict(recipe[key]) and isinstance(overrides[key], Mapping) and "_target_" in overrides[key]:
+            OmegaConf.set_struct(recipe[key], False)  # another class may have other settings
     try:
         _open_defaults(recipe, overrides)
         built = instantiate(OmegaConf.merge(recipe, overrides), _convert_="all")
@@ -297,7 +307,14 @@ def _method(name_or_path: str, budget_tokens: int | None, overrides: Mapping[str
             f"method {name_or_path}: its _target_ builds a {type(built).__name__}, which is no sparse method: "
             f"it has no {', '.join(lacking)}"
         )
+    if not isinstance(built.name, str) or built.name in ("", DENSE):
+        raise ConfigError(f"method {name_or_path}: name={built.name!r}; give it one of its own: no method is {DENSE!r}")
     return typing.cast("SparseMethod", built)
+
+
+def _is_no_part(key: str, value: Any) -> bool:
+    """Whether a plain value stands where a method has an object, and cannot do without."""
+    return isinstance(value, bool | int | float | str | list | tuple) or (value is None and key in NEEDED_PARTS)
 
 
 def reuse(name_or_path: str) -> SegmentReuse:

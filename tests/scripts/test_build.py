@@ -18,6 +18,7 @@ from octavo.core.policies.page_sqrt import SqrtPages
 from octavo.scripts.build import engine_config, load_model, method, methods, policy
 from octavo.scripts.refusal import ConfigError
 from octavo.scripts.schema import EngineSettings, ModelSettings, SparseSettings
+from octavo.sparse.host_placement import Host
 
 from .conftest import Command, samples
 
@@ -76,11 +77,26 @@ def test_unknown_names_are_refused_with_the_nearest() -> None:
         ({"keep": {"sink_tokns": 4}}, "keep has no 'sink_tokns'; did you mean 'sink_tokens'[^\n]*$"),
         ({"scorer": {"_target_": "octavo.sparse.scorers.Nothing"}}, "Nothing"),
         ({"scorer": {"_target_": "nowhere.Idea"}}, "No module named 'nowhere'; PYTHONPATH=. lets Python find"),
+        ({"placement": {"_target_": "octavo.sparse.host_placement.Host", "slack": 4}}, "slack"),
+        (
+            {"placement": {"_target_": "octavo.sparse.host_placement.Host", "prefetch": "next"}},
+            "is none of: none, prev",
+        ),
+        ({"placement": "host"}, "placement=host is no placement; what can be set: nothing; for another placement name"),
+        ({"keep": 4}, "keep=4 is no keep; what can be set: keep.sink_tokens, keep.recent_tokens; for another keep"),
+        ({"scorer": None}, "scorer=None is no scorer"),
+        ({"name": "dense"}, "name='dense'; give it one of its own"),
+        ({"name": None}, "name=None; give it one of its own"),
     ],
 )
 def test_parts_that_do_not_fit_are_refused(changes: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=rf"method streaming: .*{message}"):
         method("streaming", **changes)
+
+
+def test_a_part_of_another_class_has_its_own_settings() -> None:
+    host = {"_target_": "octavo.sparse.host_placement.Host", "prefetch": "next_query", "slack_tokens": 0}
+    assert method("quest", placement=host).placement == Host(0, prefetch="next_query")
 
 
 def test_a_file_without_a_target_is_refused(tmp_path: Path) -> None:
