@@ -69,15 +69,17 @@ def engine(
     from octavo.core import Engine
 
     pages = -(-(config.context_tokens + config.new_tokens) // page_tokens)
-    settings = dataclasses.replace(
-        build.engine_config(config.engine),
-        page_tokens=page_tokens,
-        pool_tokens=round(room * pages) * page_tokens,
-        host_tokens=requests * pages * page_tokens if hosted else 0,
-        max_seqs=max(requests, 1),
-    )
     try:
+        settings = dataclasses.replace(
+            build.engine_config(config.engine),
+            page_tokens=page_tokens,
+            pool_tokens=round(room * pages) * page_tokens,
+            host_tokens=requests * pages * page_tokens if hosted else 0,
+            max_seqs=max(requests, 1),
+        )
         return Engine(model, None, settings)
+    except ConfigError:
+        raise
     except ValueError as error:
         raise ConfigError(f"engine: {error}") from error
 

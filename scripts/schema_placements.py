@@ -39,6 +39,8 @@ class _Placed(Config):
         each_once("kinds", self.kinds, ("code", "text"))
         if not self.kinds:
             raise ConfigError("kinds is empty; give at least one, for instance kinds=[code]")
+        if not self.engine.prefix_cache:
+            raise ConfigError("engine.prefix_cache=false: pages in host memory are found by their keys; leave it out")
         for key in ("pool_tokens", "host_tokens", "max_model_tokens", "page_policies", "max_seqs"):
             if getattr(self.engine, key) != getattr(EngineSettings(), key):
                 raise ConfigError(f"engine.{key}={getattr(self.engine, key)}: this experiment sets it itself")

@@ -128,6 +128,8 @@ REFUSALS = {
     "placements engine.host_tokens=64": "engine.host_tokens=64: this experiment sets it itself",
     "placements placements=[host,hots]": "placements=hots: unknown; did you mean 'host'?",
     "placements sparse.methods=[quest,knorm]": "this experiment places the pages of one method, as in sparse.methods=[",
+    "host_tier engine.prefix_cache=false": "pages in host memory are found by their keys; leave it out",
+    "placements engine.prefix_cache=false": "found by their keys; leave it out",
     "placements new_tokens=2": "new_tokens=2: must be at least 3",
 }
 
