@@ -36,7 +36,8 @@ class VisualSettings:
             one_of("a key of sparse.overrides", name, tuple(self.methods))
             if not isinstance(changes, Mapping):
                 raise ConfigError(f"sparse.overrides.{name}={changes}: give changes by part, as in {{per: prompt}}")
-            if {"placement", "recall"} & changes.keys() or "share" in changes.get("budget", {}):
+            budget = changes.get("budget", {})
+            if {"placement", "recall"} & changes.keys() or not isinstance(budget, Mapping) or "share" in budget:
                 raise ConfigError(
                     f"sparse.overrides.{name}={changes}: placement, recall and budget.share are set by this "
                     "experiment, as in placements=[drop] shares=[0.5]"
@@ -81,4 +82,4 @@ class VisualImportance(WithPageMap):
                 f"engine.host_tokens=0: placements={self.placements} need a host tier; set it, or placements=[drop]"
             )
         if not self.engine.prefix_cache:
-            raise ConfigError("engine.prefix_cache=false: pages in the host tier are found by their keys")
+            raise ConfigError("engine.prefix_cache=false: pages in the host tier are found by their keys; leave it out")

@@ -56,6 +56,8 @@ class VisualEviction(ReadsKept):
         for key, known in words.items():
             if (given := getattr(self, key)) not in known:
                 raise ValueError(f"{self.name}: {key} must be {' or '.join(map(repr, known))}, got {given!r}")
+        if not isinstance(self.nested, bool):
+            raise ValueError(f"{self.name}: nested must be true or false, got {self.nested!r}")
         if self.grain == "token" and (self.placement == "visible" or self.recall is not None):
             what = "placement=visible moves nothing" if self.recall is None else "recall brings whole pages back"
             raise ValueError(f"{self.name}: {what}, and grain=token keeps parts of pages; set grain=page")

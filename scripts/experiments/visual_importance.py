@@ -64,6 +64,8 @@ class Variant(NamedTuple):
 def run(config: VisualImportance, run: Run) -> None:
     """One sample an item, variant and way of asking; one row a variant and way of asking. Requests are alone in one
     engine, and images that were computed are found in its prefix cache, or in the host tier."""
+    from octavo.core import CapacityError
+
     with waiting("loading the demo model"):
         vision = load_vision_model(config.model)
         engine = build.engine(config, vision.model, vision.tokenizer, encoders={"image": vision.encoder})
@@ -80,9 +82,12 @@ def run(config: VisualImportance, run: Run) -> None:
     with counting(config.experiment, len(items), len(items) - len(left)) as advance:
         for item in left:
             start = time.perf_counter()
-            for sample in measure(engine, vision, item, variants, config.max_new_tokens):
-                if (item.item_id, sample["variant"], sample["asked"]) not in done:
-                    run.add(sample)
+            try:
+                for sample in measure(engine, vision, item, variants, config.max_new_tokens):
+                    if (item.item_id, sample["variant"], sample["asked"]) not in done:
+                        run.add(sample)
+            except CapacityError as error:
+                raise ConfigError(f"engine: {error}") from error
             run.write_rows(rows(run.samples, config.seed, intervals=False))
             advance(f"{item.item_id}: {time.perf_counter() - start:.1f} s")
     engine.check()
