@@ -279,6 +279,30 @@ def _method(name_or_path: str, budget_tokens: int | None, overrides: Mapping[str
         raise ConfigError(
             f"method {name_or_path}: no _target_ says what to build; octavo.sparse.method.Method, usually"
         )
+    _make_room(name_or_path, recipe, overrides)
+    try:
+        built = instantiate(OmegaConf.merge(recipe, overrides), _convert_="all")
+    except (ConfigKeyError, ConfigAttributeError) as error:
+        raise ConfigError(f"method {name_or_path}: {_no_such_part(error, recipe)}") from error
+    except (HydraException, OmegaConfBaseException, ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(f"method {name_or_path}: {_root_cause(error)}") from error
+    lacking = [part for part in ("name", "validate", "select", "resolve") if not hasattr(built, part)]
+    if lacking:
+        raise ConfigError(
+            f"method {name_or_path}: its _target_ builds a {type(built).__name__}, which is no sparse method: "
+            f"it has no {', '.join(lacking)}"
+        )
+    if not isinstance(built.name, str) or built.name in ("", DENSE):
+        raise ConfigError(f"method {name_or_path}: name={built.name!r}; give it one of its own: no method is {DENSE!r}")
+    return typing.cast("SparseMethod", built)
+
+
+def _make_room(name_or_path: str, recipe: DictConfig, overrides: Mapping[str, Any]) -> None:
+    """Let a recipe have the keys that ``overrides`` change.
+
+    Raises:
+        ConfigError: it has no such part, or what is given is none.
+    """
     for key in map(str, overrides):
         if key not in recipe and key in OPTIONAL_PARTS:
             with open_dict(recipe):
@@ -294,22 +318,7 @@ def _method(name_or_path: str, budget_tokens: int | None, overrides: Mapping[str
             )
         elif OmegaConf.is_dict(recipe[key]) and isinstance(overrides[key], Mapping) and "_target_" in overrides[key]:
             OmegaConf.set_struct(recipe[key], False)  # another class may have other settings
-    try:
-        _open_defaults(recipe, overrides)
-        built = instantiate(OmegaConf.merge(recipe, overrides), _convert_="all")
-    except (ConfigKeyError, ConfigAttributeError) as error:
-        raise ConfigError(f"method {name_or_path}: {_no_such_part(error, recipe)}") from error
-    except (HydraException, OmegaConfBaseException, ValueError, TypeError, AttributeError) as error:
-        raise ConfigError(f"method {name_or_path}: {_root_cause(error)}") from error
-    lacking = [part for part in ("name", "validate", "select", "resolve") if not hasattr(built, part)]
-    if lacking:
-        raise ConfigError(
-            f"method {name_or_path}: its _target_ builds a {type(built).__name__}, which is no sparse method: "
-            f"it has no {', '.join(lacking)}"
-        )
-    if not isinstance(built.name, str) or built.name in ("", DENSE):
-        raise ConfigError(f"method {name_or_path}: name={built.name!r}; give it one of its own: no method is {DENSE!r}")
-    return typing.cast("SparseMethod", built)
+    _open_defaults(recipe, overrides)
 
 
 def _is_no_part(key: str, value: Any) -> bool:
