@@ -174,6 +174,19 @@ class Compaction:
                 choice.recallable.release()
             return
         by_head = self.split.allocate(runs.sum(0))
+        try:
+            self._fill(choice, moved, by_head)
+        except BaseException:  # its pages are gone, so it is computed again
+            self.split.release(by_head)
+            if choice.recallable is not None:
+                choice.recallable.release()
+            self._scheduler.preempt(sequence)
+            raise
+
+    def _fill(self, choice: _Choice, moved: list[tuple[Tensor, Tensor]], by_head: list[Slabs]) -> None:
+        """Put K and V [Hkv, N, D] of what was chosen in each layer into runs, and have the sequence keep these."""
+        sequence, tokens = choice.sequence, choice.tokens
+        runs = -(-tokens // sequence.layout.unit_tokens)
         if self._host is not None:
             self._host.copy_out(self._runner.kv)  # what was evicted just now, before it is written over
         slabs = np.zeros((*runs.shape, max(1, int(runs.max()))), np.int64)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from octavo.core.compression import recall_step
+from octavo.core.compression.compaction import Compaction
 from octavo.core.scheduler import StepPlan
 from octavo.kernels.layout import entry_units, entry_valid
 from octavo.scripts.refusal import ConfigError
@@ -205,6 +206,27 @@ def test_a_step_that_ends_where_pages_have_frames_and_have_not_come(call, hostin
     with pytest.raises(KeyboardInterrupt):
         drain(engine)
     engine.check()
+    equal(drain(engine).completions["a"].samples[0], single)
+    idle(engine)
+
+
+@pytest.mark.parametrize("unseen", [0, 3])
+@pytest.mark.parametrize("where", ["_write", "_digests", "_kept"])
+def test_a_compression_that_fails_is_made_again(where, unseen, hosting, drain, monkeypatch):
+    """Runs that were taken, and pins, are given back."""
+    single = alone(hosting(), drain, recalling(), unseen_tokens=unseen)
+    engine = hosting()
+    engine.submit(PROMPT, params(), method=recalling(), request_id="a", unseen_tokens=unseen)
+    with monkeypatch.context() as patch:
+
+        def fail(*_):
+            raise MemoryError("no")
+
+        patch.setattr(Compaction, where, fail)
+        with pytest.raises(MemoryError):
+            engine.step()
+        engine.check()
+        assert not engine._host.pins and not len(engine._compaction.split.units)
     equal(drain(engine).completions["a"].samples[0], single)
     idle(engine)
 
