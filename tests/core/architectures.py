@@ -33,6 +33,13 @@ MODELS = {
     "gpt2": ("GPT2", {"num_key_value_heads": None, "head_dim": None}),
 }
 
+NO_KEYWORDS = {"gpt2": "transformers 5.0 does not pass keyword arguments on to the attention of gpt2"}
+
+
+def refusal(name):
+    """Why the installed transformers has a model that cannot be served; None if it can."""
+    return NO_KEYWORDS.get(name) if transformers.__version__.startswith("5.0.") else None
+
 
 def build(name, **overrides):
     family, extra = MODELS[name]

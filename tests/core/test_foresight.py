@@ -8,7 +8,7 @@ import torch
 from octavo.core.execution.foresight import Foresight, _narrowed
 from octavo.core.hf_model import HFModel
 
-from .architectures import MODELS, build
+from .architectures import MODELS, build, refusal
 
 KINDS = ["sliding_attention", "full_attention"]
 OVERRIDES = {"smollm3": {"no_rope_layers": [1, 0, 1, 0]}}
@@ -48,6 +48,8 @@ def passed(model, foresight, watch, skipped=None):
 
 
 def served(name, kinds=None):
+    if refusal(name):
+        pytest.skip(refusal(name))
     model = HFModel(
         build(name, num_hidden_layers=4, **OVERRIDES.get(name, {}), **({"layer_types": kinds} if kinds else {}))
     )

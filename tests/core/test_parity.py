@@ -16,14 +16,13 @@ import transformers
 
 from octavo.core import Engine, SamplingParams, UnsupportedModelError
 
-from .architectures import MODELS, VOCAB, build
+from .architectures import MODELS, VOCAB, build, refusal
 
 pytestmark = pytest.mark.parity
 
 NEW = 10
 LENGTHS = (1, 6, 13, 22)
 GAP, TOLERANCE = 1e-3, 2e-4
-NO_KEYWORDS = {"gpt2": "transformers 5.0 does not pass keyword arguments on to the attention of gpt2"}
 
 
 class Reference:
@@ -74,10 +73,10 @@ def references():
 @pytest.fixture(params=MODELS)
 def reference(request, references):
     found = references(request.param)
-    if request.param in NO_KEYWORDS and transformers.__version__.startswith("5.0."):
+    if refusal(request.param):
         with pytest.raises(UnsupportedModelError):
             Engine(found.model)
-        pytest.skip(NO_KEYWORDS[request.param])
+        pytest.skip(refusal(request.param))
     return found
 
 
