@@ -316,8 +316,6 @@ def _make_room(name_or_path: str, recipe: DictConfig, overrides: Mapping[str, An
                 f"method {name_or_path}: {key}={overrides[key]} is no {key}; what can be set: {settings or 'nothing'}; "
                 f"for another {key} name its class, as in {key}={{_target_: octavo.sparse...}}"
             )
-        elif OmegaConf.is_dict(recipe[key]) and isinstance(overrides[key], Mapping) and "_target_" in overrides[key]:
-            OmegaConf.set_struct(recipe[key], False)  # another class may have other settings
     _open_defaults(recipe, overrides)
 
 
@@ -471,12 +469,13 @@ def _apart() -> Iterator[None]:
 
 def _open_defaults(recipe: DictConfig, overrides: Mapping[str, Any]) -> None:
     """Make room in a recipe for what ``overrides`` say and it leaves to the defaults of its classes."""
-    known = _fields(str(overrides.get("_target_", recipe.get("_target_"))))
     for key, value in overrides.items():
-        if key not in recipe and key in known:
+        if key not in recipe and key in _fields(str(recipe.get("_target_"))):
             with open_dict(recipe):
                 recipe[key] = None
         elif isinstance(value, Mapping) and isinstance(recipe.get(key), DictConfig):
+            if "_target_" in value:
+                OmegaConf.set_struct(recipe[key], False)  # another class may have other settings
             _open_defaults(recipe[key], value)
 
 

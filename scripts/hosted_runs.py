@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from octavo.scripts import build
 from octavo.scripts.refusal import ConfigError
 from octavo.scripts.run import Sample
+from octavo.scripts.schema_groups import Config
 from octavo.scripts.schema_placements import HostTier, Placements
 from octavo.scripts.tasks import documents
 
@@ -66,22 +67,16 @@ def engine(
     Raises:
         ConfigError: settings that the engine, the model or the machine cannot have.
     """
-    from octavo.core import Engine
-
     pages = -(-(config.context_tokens + config.new_tokens) // page_tokens)
-    try:
-        settings = dataclasses.replace(
-            build.engine_config(config.engine),
-            page_tokens=page_tokens,
-            pool_tokens=round(room * pages) * page_tokens,
-            host_tokens=requests * pages * page_tokens if hosted else 0,
-            max_seqs=max(requests, 1),
-        )
-        return Engine(model, None, settings)
-    except ConfigError:
-        raise
-    except ValueError as error:
-        raise ConfigError(f"engine: {error}") from error
+    settings = dataclasses.replace(
+        config.engine,
+        page_tokens=page_tokens,
+        pool_tokens=round(room * pages) * page_tokens,
+        host_tokens=requests * pages * page_tokens if hosted else 0,
+        max_seqs=max(requests, 1),
+    )
+    # Not a changed copy of ``config``, which refuses what is the experiment's own to set.
+    return build.engine(Config(config.experiment, engine=settings), model, None)
 
 
 def unit_bytes(engine: Engine) -> int:

@@ -4,13 +4,8 @@ The program that the device replays is left out, so what is timed is the plannin
 CUDA's own calls, and the news of the last one. Calls are counted as well: they depend on no machine.
 """
 
-import cProfile
-import pstats
-import statistics
-import time
-
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from host_time import spent, tiny_model
 
 from octavo.core import Engine, EngineConfig, SamplingParams
 
@@ -20,12 +15,8 @@ STEPS = 96
 
 def engine_of(sequences: int, prefix_cache: bool) -> Engine:
     """An engine in which so many sequences decode, at all places in their pages."""
-    config = LlamaConfig(
-        vocab_size=512, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=2048,
-    )  # fmt: skip
     engine = Engine(
-        LlamaForCausalLM(config).eval(), None,
+        tiny_model(), None,
         EngineConfig(
             max_seqs=sequences, pool_tokens=512 * sequences, execution="graph", prefix_cache=prefix_cache
         ),
@@ -40,33 +31,11 @@ def engine_of(sequences: int, prefix_cache: bool) -> Engine:
     return engine
 
 
-def milliseconds(engine: Engine) -> list[float]:
-    times = []
-    for _ in range(STEPS):
-        start = time.process_time()
-        engine.step()
-        times.append(1e3 * (time.process_time() - start))
-    return sorted(times)
-
-
-def calls(engine: Engine) -> float:
-    """Calls a step, of Python's functions and of those in C."""
-    profile = cProfile.Profile()
-    with profile:
-        for _ in range(STEPS):
-            engine.step()
-    return pstats.Stats(profile).total_calls / STEPS  # type: ignore[attr-defined]
-
-
 def main() -> None:
     for sequences in (1, 32, 128, 256):
         for prefix_cache in (False, True):
             engine = engine_of(sequences, prefix_cache)
-            took = milliseconds(engine)
-            print(
-                f"{sequences} sequences, prefix cache {prefix_cache}: {calls(engine):.0f} calls a step, "
-                f"{statistics.median(took):.2f} ms (least {took[0]:.2f}, p90 {took[STEPS * 9 // 10]:.2f})"
-            )
+            print(f"{sequences} sequences, prefix cache {prefix_cache}: {spent(engine, STEPS, 1, 'step')}")
 
 
 if __name__ == "__main__":

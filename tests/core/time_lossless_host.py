@@ -5,13 +5,8 @@ for CUDA's own calls, judging drafts and the news of a round: four drafts and th
 counted as well: they depend on no machine.
 """
 
-import cProfile
-import pstats
-import statistics
-import time
-
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from host_time import spent, tiny_model
 
 from octavo.core import Engine, EngineConfig, SamplingParams
 from octavo.scripts.build import method
@@ -21,12 +16,8 @@ DRAFTS, ROUNDS = 4, 24
 
 def engine_of(sequences: int) -> Engine:
     """An engine in which so many sequences are in a round, at all places in their pages."""
-    config = LlamaConfig(
-        vocab_size=512, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=2048,
-    )  # fmt: skip
     engine = Engine(
-        LlamaForCausalLM(config).eval(), None,
+        tiny_model(), None,
         EngineConfig(max_seqs=sequences, pool_tokens=1024 * sequences, execution="graph"),
     )  # fmt: skip
     drawn = torch.randint(3, 400, (2 * DRAFTS + 2, sequences))
@@ -42,33 +33,9 @@ def engine_of(sequences: int) -> Engine:
     return engine
 
 
-def milliseconds(engine: Engine) -> list[float]:
-    times = []
-    for _ in range(ROUNDS):
-        start = time.process_time()
-        for _ in range(DRAFTS + 1):
-            engine.step()
-        times.append(1e3 * (time.process_time() - start))
-    return sorted(times)
-
-
-def calls(engine: Engine) -> float:
-    """Calls a round, of Python's functions and of those in C."""
-    profile = cProfile.Profile()
-    with profile:
-        for _ in range(ROUNDS * (DRAFTS + 1)):
-            engine.step()
-    return pstats.Stats(profile).total_calls / ROUNDS  # type: ignore[attr-defined]
-
-
 def main() -> None:
     for sequences in (1, 12, 64, 256):
-        engine = engine_of(sequences)
-        took = milliseconds(engine)
-        print(
-            f"{sequences} sequences: {calls(engine):.0f} calls a round, {statistics.median(took):.2f} ms "
-            f"(least {took[0]:.2f}, p90 {took[ROUNDS * 9 // 10]:.2f})"
-        )
+        print(f"{sequences} sequences: {spent(engine_of(sequences), ROUNDS, DRAFTS + 1, 'round')}")
 
 
 if __name__ == "__main__":

@@ -72,16 +72,21 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def with_tokenizer_of(model: Path, folder: Path) -> Path:
+    """A new folder for another model, with the tokenizer of one that is there."""
+    folder.mkdir()
+    for file in model.glob("tokenizer*"):
+        shutil.copy(file, folder)
+    return folder
+
+
 @pytest.fixture(scope="session")
 def windowed_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Random weights, Gemma-3 style: 5 of 6 layers have a window of 24, 1 KV head of 16; the tiny model's tokenizer."""
     import torch
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
-    folder = tmp_path_factory.mktemp("windowed") / "model"
-    folder.mkdir()
-    for file in tiny_model.glob("tokenizer*"):
-        shutil.copy(file, folder)
+    folder = with_tokenizer_of(tiny_model, tmp_path_factory.mktemp("windowed") / "model")
     torch.manual_seed(0)
     config = Gemma3TextConfig(
         vocab_size=257,

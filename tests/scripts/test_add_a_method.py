@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import runpy
 import shlex
-import shutil
 import sys
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import pytest
 
 from octavo.scripts import setup_model
 
-from .conftest import Command
+from .conftest import Command, with_tokenizer_of
 
 PAGE = (Path(__file__).parents[2] / "docs" / "add-a-method.md").read_text()
 SMALLER = ("limit=1", "max_new_tokens=8", "page_map=false", "sparse.probe_every=0")
@@ -26,10 +25,7 @@ def four_layers(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    folder = tmp_path_factory.mktemp("four") / "model"
-    folder.mkdir()
-    for file in tiny_model.glob("tokenizer*"):
-        shutil.copy(file, folder)
+    folder = with_tokenizer_of(tiny_model, tmp_path_factory.mktemp("four") / "model")
     torch.manual_seed(0)
     config = AutoConfig.from_pretrained(tiny_model, num_hidden_layers=4)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
