@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from octavo.scripts import build
+from octavo.scripts.decode_shapes import StepShape
 from octavo.scripts.refusal import ConfigError
 from octavo.scripts.run import Sample
 from octavo.scripts.schema_groups import Config
@@ -36,6 +37,12 @@ def prompts(config: HostTier | Placements, tokenizer: Any) -> list[list[int]]:
         found.append([opening + ids[len(opening) - config.context_tokens :] for _, ids in listed])
     turns = [texts[at % len(texts)] for at in range(each) for texts in found]
     return turns[: config.requests][: config.limit]
+
+
+def random_prompts(config: Placements, vocab_size: int) -> list[list[int]]:
+    """As many, and as long, of random tokens."""
+    shape = StepShape(config.requests, config.context_tokens, config.new_tokens)
+    return shape.prompts(vocab_size, config.seed)[: config.limit]
 
 
 def resident(config: HostTier | Placements) -> Method:

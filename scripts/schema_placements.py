@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from octavo.scripts.refusal import ConfigError, at_least, each_at_least, each_once
-from octavo.scripts.schema_groups import Config, EngineSettings, SparseSettings
+from octavo.scripts.schema_groups import Config, EngineSettings, ShapedModelSettings, SparseSettings
 
 REPLACEMENT_NAMES = ("lru", "lfu", "decayed", "clock", "fifo")
 PREFETCH_NAMES = ("none", "previous_step", "previous_layer", "next_query")
@@ -74,12 +74,14 @@ class HostTier(_Placed):
 @dataclass
 class Placements(_Placed):
     """placements: which to compare. replacement, prefetch: of the host placement. pool_requests: the pool has room for
-    so many requests whose pages all stay in it; every request is there from the start."""
+    so many requests whose pages all stay in it, and a part of one; every request is there from the start. A model of
+    random weights (model=random) gets random tokens, for sizes and times alone."""
 
+    model: ShapedModelSettings = field(default_factory=ShapedModelSettings)
     placements: list[str] = field(default_factory=lambda: list(PLACEMENT_NAMES))
     replacement: str = "lru"
     prefetch: str = "none"
-    pool_requests: int = 2
+    pool_requests: float = 2
 
     def __post_init__(self) -> None:
         super().__post_init__()

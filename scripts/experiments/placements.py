@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from octavo.scripts import build, hosted_runs, report
+from octavo.scripts import build, hosted_runs, model_shapes, report
 from octavo.scripts.progress import console, counting, waiting
 from octavo.scripts.run import Run, Sample
 from octavo.scripts.schema import Placements
@@ -27,9 +27,7 @@ NOTES = (
 
 def run(config: Placements, run: Run) -> None:
     """One sample and one row a placement, each with an engine of its own and the same prompts."""
-    with waiting(f"loading {config.model.path}"):
-        model, tokenizer = build.load_model(config.model)
-    asked = hosted_runs.prompts(config, tokenizer)
+    model, asked = _model_and_prompts(config)
     done = run.done("placement")
     with counting(config.experiment, len(config.placements), len(done)) as advance:
         for placement in config.placements:
@@ -44,6 +42,16 @@ def run(config: Placements, run: Run) -> None:
     for line in findings(found):
         console.print(line, style="bold", markup=False, highlight=False)
     report.publish(run, config, found, plots={"placements": figure(found)}, notes=NOTES)
+
+
+def _model_and_prompts(config: Placements) -> tuple[Any, list[list[int]]]:
+    if config.model.path is None:
+        with waiting("making a model of random weights"):
+            model = model_shapes.make(config.model)
+        return model, hosted_runs.random_prompts(config, model.config.get_text_config().vocab_size)
+    with waiting(f"loading {config.model.path}"):
+        model, tokenizer = build.load_model(config.model)
+    return model, hosted_runs.prompts(config, tokenizer)
 
 
 def measure(config: Placements, model: Any, asked: Sequence[list[int]], placement: str) -> Sample:

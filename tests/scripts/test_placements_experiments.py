@@ -110,6 +110,15 @@ class TestPlacements:
         assert (outcome.folder / "plots/placements.png").stat().st_size > 5000
         assert "4 write the tokens of resident" in outcome.out
 
+    def test_random_weights_get_random_tokens(self, octavo: Command) -> None:
+        random = ("model=random", "model.shape=tiny", "placements=[host]", "pool_requests=1.5")
+        outcome = octavo(*self.ARGUMENTS, *random)
+        assert outcome.code == 0, outcome.err
+        (host,) = outcome.metrics["rows"]
+        assert host["requests"] == 4 and host["fetched_bytes_per_token"] > 0
+        (sample,) = samples(outcome.folder)
+        assert all(len(tokens) == 8 for tokens in sample["tokens"])
+
     def test_one_alone_compares_with_nothing(self) -> None:
         sample = {
             "placement": "host", "tokens": [[1]], "decode_steps": 1, "host_bytes_read": 2, "kv_bytes_read": 3,
