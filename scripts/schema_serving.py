@@ -8,7 +8,7 @@ from typing import Any
 from octavo.scripts.refusal import ConfigError, at_least, each_once, one_of
 from octavo.scripts.schema_groups import ShapedModelSettings, SparseSettings, WithPageMap
 
-WORKLOADS = ("uniform", "ragged", "mixed")
+WORKLOADS = ("uniform", "ragged", "mixed", "long")
 BATCH_RIVALS = ("transformers", "generate_batch", "vllm", "vllm_cpu")
 ARRIVAL_RIVALS = ("generate_batch", "vllm", "vllm_cpu")
 OFFLINE = "offline"

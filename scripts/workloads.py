@@ -61,6 +61,7 @@ SHAPES = {
     "uniform": Shape(16, lambda random: (256, 64)),
     "ragged": Shape(32, lambda random: (random.randint(32, 1024), random.randint(16, 256))),
     "mixed": Shape(256, lambda random: (random.randint(100, 1024), random.randint(100, 1024))),
+    "long": Shape(32, lambda random: (random.randint(16_384, 32_768), random.randint(128, 512))),
 }
 """By name. Every length is drawn with equal probability, ends included."""
 

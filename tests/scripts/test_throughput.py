@@ -65,6 +65,8 @@ class TestWorkloads:
         mixed = workloads.build("mixed", Words(), seed=0)
         assert len(mixed.prompts) == 256 and all(100 <= len(p) <= 1024 for p in mixed.prompts)
         assert all(100 <= new <= 1024 for new in mixed.new_tokens)
+        long = workloads.random_ids("long", 50, seed=0)
+        assert len(long.prompts) == 32 and all(16_384 <= len(p) <= 32_768 for p in long.prompts)
 
     def test_sizes(self) -> None:
         assert (SMALL.total_new, SMALL.longest, SMALL.slots(4)) == (7, 9, 12 + 4 + 4)
