@@ -7,6 +7,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from octavo.core.execution.captured_calls import CapturedCalls
+
 
 class Replacement(Protocol):
     """Which of the frames of a (sequence, layer, KV head) gives its page up. F frames each; all arguments fp64
@@ -55,7 +57,7 @@ class FrameMaps:
 
     The last column of those with one more than there are pages or frames takes what is not meant.
     Row 0 is nobody's. ``recorder``, if set, sees every choice. All shapes of ``take`` follow from its arguments' and
-    nothing is read back, so it can be captured in a CUDA graph.
+    nothing is read back, so that a GPU replays it.
     """
 
     def __init__(self, frames: int, layers: int, heads: int, replacement: Replacement, device: torch.device) -> None:
@@ -70,6 +72,7 @@ class FrameMaps:
         self.is_ahead = torch.zeros((1, layers, heads, frames + 1), dtype=torch.bool, device=device)
         self.hand = torch.zeros((1, layers, heads), dtype=torch.int64, device=device)
         self.now = torch.zeros((1, layers), dtype=torch.int64, device=device)
+        self._calls = CapturedCalls(device)
 
     def open(self) -> int:
         """A row of empty frames."""
@@ -79,6 +82,7 @@ class FrameMaps:
                 tensor = getattr(self, name)
                 setattr(self, name, torch.cat([tensor, torch.empty_like(tensor[:1])]))
             self._free.append(row)
+            self._calls.clear()
         row = self._free.pop()
         self.forget(row)
         if self.recorder is not None:
@@ -100,6 +104,7 @@ class FrameMaps:
         if missing > 0:
             self.frame_of[..., -1] = -1  # it was nobody's, and is a page's now
             self.frame_of = torch.nn.functional.pad(self.frame_of, (0, missing), value=-1)
+            self._calls.clear()
 
     def take(
         self,
@@ -123,9 +128,32 @@ class FrameMaps:
         ``read`` bool [b, Hkv, S]: of the wanted ones those that this step reads; the others, and with None all, are
         fetched ahead, and get no credit for that. ``shares`` [b, Hkv, S] go to the policy. No more than ``most`` pages
         that have no frame get one, the first in a row.
+
+        On a GPU the results lie where the next call for the layer, with as many pages, leaves its own.
         """
         if self.recorder is not None and read is not None:
             self.recorder.chose(layer, rows, pages, read, shares)
+        given = {"read": read, "shares": shares}
+        some = {name: tensor for name, tensor in given.items() if tensor is not None}
+
+        def function(rows: Tensor, pages: Tensor, wanted: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+            return self._take(layer, rows, pages, wanted, most=most, **dict(zip(some, others, strict=True)))
+
+        key = layer, pages.shape, most, *some
+        frames, missing, unread = self._calls(key, function, rows, pages, wanted, *some.values())
+        return frames, missing, unread
+
+    def _take(
+        self,
+        layer: int,
+        rows: Tensor,
+        pages: Tensor,
+        wanted: Tensor,
+        read: Tensor | None = None,
+        shares: Tensor | None = None,
+        most: int | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """``take``, as operations of the device."""
         heads, frames = torch.arange(pages.shape[1], device=pages.device)[:, None], self.frames
         at = rows[:, None, None], layer, heads  # [b, Hkv, 1]
         of = rows, layer  # [b, Hkv, ...]

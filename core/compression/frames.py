@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from octavo.core.compression.recallable import Recallable
+from octavo.core.execution.captured_calls import CapturedCalls
 from octavo.core.hosting.copies_ahead import CopiesAhead
 from octavo.core.memory.block_table import BlockTable
 from octavo.core.memory.page_pool import PagePool
@@ -20,6 +21,7 @@ class Frames:
         table: holds them.
         units: int32 [1, F, slices, U], where they are.
         sets, rows: which page is in which frame.
+        calls: replays what a step asks of the maps.
         ahead: copies beside the model's work, of which there are none.
     """
 
@@ -35,6 +37,7 @@ class Frames:
         row = self.sets.open()
         self.sets.widen(pages)
         self.rows = upload(np.array([row], np.int64), device)
+        self.calls = CapturedCalls(device)
         self.ahead = CopiesAhead(device)
         self._pages = pages
 

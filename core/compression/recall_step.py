@@ -108,6 +108,7 @@ class _Asking:
                 whole_layers=(),
                 digest_rows=_ints((1, 0), kv).long(),
                 waits=Waits(kv.device),
+                calls=self._frames.calls,
                 ahead=self._frames.ahead,
                 foresees=False,
             )

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from octavo.core.execution.captured_calls import CapturedCalls
 from octavo.core.hosting.copies_ahead import CopiesAhead
 from octavo.core.hosting.interfaces import ResidentSets
 from octavo.core.memory.layer_groups import LayerPlan
@@ -63,6 +64,7 @@ class StepAway:
             as entries of the pool seen as ``[units * unit layers, 1, ...]``.
         whole_layers: which those layers are.
         digest_rows: int64 [b, P], of the digest store.
+        calls: replays what many small operations make of these.
         ahead: the copies that are made beside the model's work.
         foresees: whether the method wants to know what queries layers are going to ask.
         lookups, misses: int64 [b], pages that were chosen, and not in a frame.
@@ -83,6 +85,7 @@ class StepAway:
     whole_layers: tuple[int, ...]
     digest_rows: Tensor
     waits: Waits
+    calls: CapturedCalls
     ahead: CopiesAhead
     foresees: bool
     lookups: Tensor = field(init=False)
@@ -115,7 +118,10 @@ class StepAway:
         """1. Each missing page is K units, and in each the layer's K and V run of the head: 2 K pairs of runs.
         2. The pairs of missing pages move to the front of the list, whose length stays on the device.
         3. One launch copies them, out of pinned memory."""
-        listed = self._listed(layer, pages, frames, missing)
+        place = self.plan.places[layer]
+        units = self.host_units[:, :, place.slice], self.frame_units[:, :, place.slice]
+        key = layer, ahead, pages.shape, self.host_units.shape
+        listed = self.calls(key, partial(self._listed, place.unit_layer), *units, pages, frames, missing)
         copy = partial(ops.transfer_counted, self._runs(self.host_kv), self._runs(self.kv), *listed, self.backend)
         if ahead:
             self.prefetched += missing.sum((1, 2))
@@ -155,18 +161,15 @@ class StepAway:
     def _runs(self, pool: Tensor) -> Tensor:
         return pool.view(-1, 1, 1, 1, *pool.shape[4:])
 
-    def _listed(self, layer: int, pages: Tensor, frames: Tensor, missing: Tensor) -> tuple[Tensor, Tensor]:
-        """Pairs of runs int32 [n, 2], those of missing pages first, and how many they are, int32 [1]."""
-        place, heads = self.plan.places[layer], self.kv.shape[3]
-        both = torch.stack(
-            [
-                self._of(self.host_units[:, :, place.slice], pages),
-                self._of(self.frame_units[:, :, place.slice], frames),
-            ],
-            -1,
-        )  # units [b, Hkv, S, K, 2]
+    def _listed(
+        self, unit_layer: int, host_units: Tensor, frame_units: Tensor, pages: Tensor, frames: Tensor, missing: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Pairs of runs int32 [n, 2], those of missing pages first, and how many they are, int32 [1]. Of the two pools'
+        units int32 [b, P or F, K] those of a slice."""
+        heads = self.kv.shape[3]
+        both = torch.stack([self._of(host_units, pages), self._of(frame_units, frames)], -1)  # units [b, Hkv, S, K, 2]
         head = torch.arange(heads, dtype=torch.int32, device=both.device)[:, None, None, None]
-        keys = (both * self.kv.shape[1] + place.unit_layer) * (2 * heads) + head
+        keys = (both * self.kv.shape[1] + unit_layer) * (2 * heads) + head
         pairs = torch.stack([keys, keys + heads], -2).flatten(3, 4).flatten(0, 2)  # [b * Hkv * S, 2 K, 2]
         wanted = missing.flatten()
         at = wanted.cumsum(0)

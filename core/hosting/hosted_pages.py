@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from octavo.core.execution.captured_calls import CapturedCalls
 from octavo.core.hosting.away import StepAway, Waits
 from octavo.core.hosting.copies_ahead import CopiesAhead
 from octavo.core.hosting.interfaces import Hosting
@@ -93,6 +94,7 @@ class HostedPages:
         self._leaving: list[_Leaving] = []
         self._digested: dict[int, int] = {}  # host page -> serial of the page whose digest is in the store
         self._waits = Waits(kv.device)
+        self._calls = CapturedCalls(kv.device)
         self._ahead = CopiesAhead(kv.device)
         self._closed = False
         slices, units = self._group.slices, self._page_units
@@ -187,6 +189,7 @@ class HostedPages:
             whole_layers=self._hosting.whole_layers,
             digest_rows=self.digest_rows[rows, :pages],
             waits=self._waits,
+            calls=self._calls,
             ahead=self._ahead,
             foresees=self._hosting.foresees,
         )
