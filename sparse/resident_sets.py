@@ -177,7 +177,8 @@ class FrameMaps:
         taken = chosen.where(missing, frames)
         former = self.page_in[(*at, taken)].long()
         nowhere = self.frame_of.shape[3] - 1
-        self.frame_of[(*at, former.where(missing & (former >= 0), nowhere))] = -1
+        gone = former.where(missing & (former >= 0), nowhere)
+        self.frame_of[(*at, gone)] = torch.full_like(gone, -1, dtype=torch.int32)  # a number would come from the host
         self.frame_of[(*at, pages.where(missing, nowhere))] = chosen.int()
         self.page_in[(*at, taken)] = pages.where(missing, -1).int()
 

