@@ -129,7 +129,7 @@ class HFModel:
             stack.enter_context(self._octavo_attention())
             stack.enter_context(self._linears.used())
             if self._compiled is not None:
-                stack.enter_context(self._compiled.used(step))
+                stack.enter_context(self._compiled.used(step, self._linears.packings))
             stack.enter_context(interrupts.let_through())
             yield
 

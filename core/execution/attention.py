@@ -27,6 +27,7 @@ from octavo.core.inspection.probing import AttentionProbe
 from octavo.core.interfaces import AttentionStep, LayerTraits, Selection, SparseMethod, TokenSelection
 from octavo.core.memory.layer_groups import LayerPlan
 from octavo.kernels import ops, zero_copy
+from octavo.kernels.cpu.decode_calls import DecodeCalls
 from octavo.kernels.zero_copy import VirtualRows
 
 
@@ -117,6 +118,12 @@ class DecodeGroup:
         """Whether its method wants to know what queries the next layer is going to ask."""
         return self.pages is not None and self.pages.away is not None and self.pages.away.foresees
 
+    @property
+    def plain(self) -> bool:
+        """Whether it reads whole tables in stored order and nobody looks on."""
+        parts = (self.unit_pos, self.method, self.pages, self.kept, self.recall, self.lent, self.members, self.probe)
+        return all(part is None for part in parts)
+
     def units_read(self, kv: Tensor) -> Tensor:
         """Table entries that the kernels were given, over all layers and KV heads so far, int64 [b].
 
@@ -177,10 +184,37 @@ class PagedStep:
     rotary: Rotary | None = None
     foretold: Foretold | None = None
 
+    def __post_init__(self) -> None:
+        self._calls: DecodeCalls | None = None
+        self._plain: bool | None = None
+
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, traits: LayerTraits) -> Tensor:
         place = self.plan.places[layer]
+        if self._plain is None:
+            self._plain = self._is_plain()
+        if self._plain:
+            out = self._attend_plain(layer, q, k, v, traits)
+            if out is not None:
+                return out
         ops.append(k, v, self.kv, place.unit_layer, self.slots[place.slice], self.backend)
         return self.read(layer, q, traits)
+
+    def _is_plain(self) -> bool:
+        """Whether the step is on a CPU's own kernels, and decodes whole tables and nothing else."""
+        others = self.blocks or self.prefills or self.observed
+        return self.backend == "cpu" and len(self.decodes) == 1 and self.decodes[0].plain and not others
+
+    def _attend_plain(self, layer: int, q: Tensor, k: Tensor, v: Tensor, traits: LayerTraits) -> Tensor | None:
+        """The same for a plain step, in one call; None, with nothing done, where that cannot be made."""
+        place, group = self.plan.places[layer], self.decodes[0]
+        if self._calls is None:
+            self._calls = DecodeCalls(self.kv, group.tables, self.slots, group.slots[0, :, 0], group.q_pos)
+        out = self._calls.attend(
+            place.unit_layer, place.slice, q, k, v, traits.sinks, traits.scale, traits.window, traits.softcap
+        )
+        if out is not None:
+            group.dense_windows[traits.window] += 1
+        return out
 
     def read(self, layer: int, q: Tensor, traits: LayerTraits) -> Tensor:
         """What ``attend`` gives, once K and V of the step's tokens are stored."""

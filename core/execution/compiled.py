@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.core.errors import UnsupportedModelError
+from octavo.core.execution.layer_replays import LayerReplays, noting
 from octavo.core.interfaces import AttentionStep, LayerTraits
 from octavo.kernels.lending import lent
 
@@ -73,12 +74,30 @@ class CompiledLayers:
     def __init__(self, layers: list[nn.Module], name: str) -> None:
         self._layers = layers
         self._name = name
-        compiled = {kind: _compiled(kind.forward) for kind in {type(layer) for layer in self._layers}}
-        self._forwards = [(layer, MethodType(compiled[type(layer)], layer)) for layer in self._layers]
+        on_cpu = all(parameter.device.type == "cpu" for layer in layers for parameter in layer.parameters())
+        calls: list[Any] = []
+        # C++ between the kernels of a layer: on a GPU nobody waits for what is between them.
+        backend = noting(calls, {"cpp_wrapper": True}) if on_cpu else "inductor"
+        compiled = {kind: _compiled(kind.forward, backend) for kind in {type(layer) for layer in self._layers}}
+        self._forwards: list[tuple[nn.Module, Any]] = [
+            (layer, MethodType(compiled[type(layer)], layer)) for layer in self._layers
+        ]
+        self._replays: list[LayerReplays] = []
+        if on_cpu:
+            self._replays = [LayerReplays(forward, calls) for _, forward in self._forwards]
+            self._forwards = list(zip(layers, self._replays, strict=True))
+        self._weights = 0
 
     @contextmanager
-    def used(self, step: AttentionStep) -> Iterator[None]:
-        """Within the block, one forward pass, the layers run compiled code, and ``step`` serves their attention."""
+    def used(self, step: AttentionStep, weights: int) -> Iterator[None]:
+        """Within the block, one forward pass, the layers run compiled code, and ``step`` serves their attention.
+
+        ``weights``: another number than in the last pass says that some are others.
+        """
+        if weights != self._weights:
+            for replays in self._replays:
+                replays.forget()
+            self._weights = weights
         # A model whose layers differ in more than their weights is compiled as often as that.
         often = torch._dynamo.config.patch(recompile_limit=2 * len(self._layers) + 8)
         try:
@@ -91,10 +110,10 @@ class CompiledLayers:
             ) from error
 
 
-def _compiled(forward: Any) -> Any:
+def _compiled(forward: Any, backend: Any) -> Any:
     """torch keeps what it has compiled by code object, for all models alike; a copy of the code is this model's own."""
     copy = FunctionType(
         forward.__code__.replace(), forward.__globals__, forward.__name__, forward.__defaults__, forward.__closure__
     )
     copy.__kwdefaults__ = forward.__kwdefaults__
-    return torch.compile(copy, fullgraph=True, dynamic=True)
+    return torch.compile(copy, backend=backend, fullgraph=True, dynamic=True)

@@ -33,6 +33,9 @@ class JoinedLinears:
     def __init__(self, model: nn.Module, run: Callable[[], object]) -> None:
         self._sets = [_Joined(layers) for layers in _siblings(model, run)]
 
+    packings = 0
+    """The joined weights are the layers' own for good."""
+
     def __len__(self) -> int:
         return len(self._sets)
 

@@ -2,7 +2,8 @@
 //
 // native.py compiles this file for one element type, head size and group size, with
 //
-//   TYPE 0 fp32, 1 fp16, 2 bf16;  DIM, GROUP;  ID_SHIFT, VALID_MASK (layout.py)
+//   TYPE of the pool and QUERY of queries and results: 0 fp32, 1 fp16, 2 bf16;  DIM, GROUP;  ID_SHIFT, VALID_MASK
+//   (layout.py)
 //
 // A row is one (sequence, KV head). Its table is cut into pieces of about PIECE slots, all of one size so that threads
 // share them evenly; a piece gives the maximum, the sum and the weighted values of its own softmax, and the pieces of a
@@ -20,35 +21,64 @@
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
 #define MAX(a, b) ((a) > (b) ? (a) : (b))
 
-#if TYPE == 0
-typedef float element;
-static inline float widen(element x) { return x; }
-#elif TYPE == 1
-typedef _Float16 element;
-static inline float widen(element x) { return (float)x; }
-#else
-typedef uint16_t element;
-static inline float widen(element x) {
+typedef uint16_t bf16;
+typedef _Float16 fp16;
+typedef float fp32;
+static inline float from_fp32(fp32 x) { return x; }
+static inline float from_fp16(fp16 x) { return (float)x; }
+static inline float from_bf16(bf16 x) {
     union { uint32_t bits; float value; } word = {(uint32_t)x << 16};
     return word.value;
 }
+static inline fp32 to_fp32(float x) { return x; }
+static inline fp16 to_fp16(float x) { return (fp16)x; }
+static inline bf16 to_bf16(float x) { // to the nearest, ties to even
+    union { float value; uint32_t bits; } word = {x};
+    return x != x ? 0x7fc0 : (word.bits + 0x7fff + (word.bits >> 16 & 1)) >> 16;
+}
+
+#if TYPE == 0
+typedef fp32 element;
+#define widen from_fp32
+#elif TYPE == 1
+typedef fp16 element;
+#define widen from_fp16
+#else
+typedef bf16 element;
+#define widen from_bf16
+#endif
+#if QUERY == 0
+typedef fp32 query;
+#define widen_query from_fp32
+#define narrow_query to_fp32
+#elif QUERY == 1
+typedef fp16 query;
+#define widen_query from_fp16
+#define narrow_query to_fp16
+#else
+typedef bf16 query;
+#define widen_query from_bf16
+#define narrow_query to_bf16
 #endif
 
 // The fields of Args in native.py, in the same order. Strides are in elements; no table has a layer axis here.
 typedef struct {
-    const float *q;          // [batch, kv_heads, GROUP, DIM], scaled
-    const element *pool;     // [units, layers, 2, kv_heads, unit_tokens, DIM]
+    const query *q;          // [batch, kv_heads * GROUP, DIM], the last axis side by side
+    const element *k, *v;    // [batch, kv_heads, DIM], the last axis side by side: written to the pool first; or NULL
+    const int64_t *slots;    // [batch]: where they are written
+    element *pool;           // [units, layers, 2, kv_heads, unit_tokens, DIM]
     const int32_t *table;    // [batch, 1 or kv_heads, entries]
     const int32_t *lengths;  // [batch, 1 or kv_heads]
     const int32_t *unit_pos; // as table, or NULL
     const int32_t *q_pos;    // [batch]
     const float *sinks;      // [kv_heads, GROUP] or NULL
-    float *out;              // [batch, kv_heads, GROUP, DIM]
+    query *out;              // [batch, kv_heads, GROUP, DIM]
     float *lse;              // [batch, kv_heads, GROUP] or NULL
     float *mass;             // [batch, kv_heads, entries], zeros, or NULL
     int64_t batch, units, layers, layer, kv_heads, unit_tokens, entries, window;
     int64_t table_row, table_head, lengths_row, lengths_head, unit_pos_row, unit_pos_head;
-    double softcap;
+    int64_t q_row, q_head, k_row, k_head, v_row, v_head;
+    double scale, softcap;
 } Args;
 
 typedef struct {
@@ -86,10 +116,12 @@ static inline void prefetch(const element *slot) {
     for (size_t byte = 0; byte < DIM * sizeof(element); byte += 64) __builtin_prefetch((const char *)slot + byte);
 }
 
-static void attend(const Args *a, const Row *row, const float *q, int64_t begin, int64_t end, Partial *out,
+static void attend(const Args *a, const Row *row, const query *given, int64_t begin, int64_t end, Partial *out,
                    float *shares) {
-    float p[GROUP][PIECE + MAX_UNIT], value[GROUP][DIM] = {0};
+    float p[GROUP][PIECE + MAX_UNIT], value[GROUP][DIM] = {0}, q[GROUP][DIM];
     int64_t n = 0;
+    for (int g = 0; g < GROUP; g++)
+        for (int d = 0; d < DIM; d++) q[g][d] = widen_query(given[g * a->q_head + d]) * (float)a->scale;
     for (int64_t entry = begin; entry < end; entry++) {
         Seen s = seen(a, row, entry);
         const element *next = entry + 1 < end ? seen(a, row, entry + 1).k : seen(a, row, begin).v;
@@ -100,7 +132,7 @@ static void attend(const Args *a, const Row *row, const float *q, int64_t begin,
             for (int g = 0; g < GROUP; g++) {
                 float score = 0;
 #pragma omp simd reduction(+ : score)
-                for (int d = 0; d < DIM; d++) score += q[g * DIM + d] * k[d];
+                for (int d = 0; d < DIM; d++) score += q[g][d] * k[d];
                 p[g][n] = score;
             }
         }
@@ -140,11 +172,10 @@ static void attend(const Args *a, const Row *row, const float *q, int64_t begin,
 static void combine(const Args *a, int64_t r, const Row *row, int64_t pieces, int64_t per_piece, const Partial *parts,
                     const float *shares) {
     for (int g = 0; g < GROUP; g++) {
-        float *out = a->out + (r * GROUP + g) * DIM;
+        float out[DIM] = {0};
         float sink = a->sinks ? a->sinks[r % a->kv_heads * GROUP + g] : -INFINITY, top = sink;
         for (int64_t i = 0; i < pieces; i++) top = MAX(top, parts[i].top[g]);
         float base = top > -INFINITY ? top : 0, total = expf(sink - base);
-        memset(out, 0, DIM * sizeof *out);
         for (int64_t i = 0; i < pieces; i++) {
             float weight = expf(parts[i].top[g] - base);
             total += weight * parts[i].total[g];
@@ -159,12 +190,31 @@ static void combine(const Args *a, int64_t r, const Row *row, int64_t pieces, in
                         expf(parts[i].top[g] - base) / total * shares[(entry - row->begin) * GROUP + g] / GROUP;
                 }
         }
+        for (int d = 0; d < DIM; d++) a->out[(r * GROUP + g) * DIM + d] = narrow_query(out[d]);
         if (a->lse) a->lse[r * GROUP + g] = base + logf(total);
     }
 }
 
-// 0; -1 where there is no memory for the partial sums; -2 where a length reaches past its table, or an entry past the pool.
+// Write K and V of one token a sequence; a slot past the pool is told before anything is written.
+static int append(const Args *a) {
+    int64_t run = a->unit_tokens * DIM, heads = a->kv_heads;
+    for (int64_t b = 0; b < a->batch; b++)
+        if ((uint64_t)a->slots[b] >= (uint64_t)(a->units * a->unit_tokens)) return -2;
+    for (int64_t b = 0; b < a->batch; b++) {
+        int64_t unit = a->slots[b] / a->unit_tokens, offset = a->slots[b] % a->unit_tokens;
+        element *to = a->pool + (unit * a->layers + a->layer) * 2 * heads * run + offset * DIM;
+        for (int64_t h = 0; h < heads; h++) {
+            memcpy(to + h * run, a->k + b * a->k_row + h * a->k_head, DIM * sizeof *to);
+            memcpy(to + (heads + h) * run, a->v + b * a->v_row + h * a->v_head, DIM * sizeof *to);
+        }
+    }
+    return 0;
+}
+
+// 0; -1 where there is no memory for the partial sums; -2 where a length reaches past its table, or an entry or a
+// slot past the pool.
 int decode(const Args *a) {
+    if (a->k && append(a)) return -2;
     int64_t rows = a->batch * a->kv_heads, per_piece = PIECE / a->unit_tokens, pieces = 0;
     Row *row = malloc((rows + 1) * sizeof *row);
     if (!row) return -1;
@@ -205,7 +255,8 @@ int decode(const Args *a) {
                     else after = middle;
                 }
                 int64_t begin = row[r].begin + (p - row[r].piece) * per_piece;
-                attend(a, &row[r], a->q + r * GROUP * DIM, begin, MIN(begin + per_piece, row[r].end), &parts[p],
+                const query *q = a->q + r / a->kv_heads * a->q_row + r % a->kv_heads * GROUP * a->q_head;
+                attend(a, &row[r], q, begin, MIN(begin + per_piece, row[r].end), &parts[p],
                        shares ? shares + p * per_piece * GROUP : NULL);
             }
 #pragma omp for schedule(static)

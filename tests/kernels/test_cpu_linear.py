@@ -4,8 +4,16 @@ import pytest
 import torch
 from torch import nn
 
-from octavo.kernels.cpu import linear
+from octavo.kernels.cpu import blocks, linear
 from octavo.kernels.cpu.linear import PackedLinears
+
+needs_blocks = pytest.mark.skipif(not blocks._registered(), reason="no C compiler, or a processor without AVX512-BF16")
+
+
+@pytest.fixture
+def onednn(monkeypatch):
+    """As on a processor that multiplies no bf16."""
+    monkeypatch.setattr(blocks, "serves", lambda weight: False)
 
 
 def make(dtype=torch.bfloat16, bias=False):
@@ -22,7 +30,7 @@ def outputs(model, packed, rows=5):
 
 
 @pytest.mark.parametrize("rows", [1, 5, 130])
-def test_the_same_bits_in_bf16(rows):
+def test_the_same_bits_in_bf16(onednn, rows):
     model = make()
     plain, fast = outputs(model, PackedLinears(model), rows)
     assert torch.equal(plain, fast)
@@ -35,7 +43,7 @@ def test_close_in_fp32(bias):
     torch.testing.assert_close(plain, fast)
 
 
-def test_compiled_layers_use_the_packed_weights():
+def test_compiled_layers_use_the_packed_weights(onednn):
     """One compiled code for layers of other weights, which are packed and are not in it."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(24, 24), nn.Linear(24, 24, bias=False)).to(torch.bfloat16)
@@ -49,6 +57,56 @@ def test_compiled_layers_use_the_packed_weights():
             kept = dict(linear._serving)
         assert all(torch.equal(a, b) for a, b in zip(plain, fast, strict=True))
         assert set(kept) == {layer.weight.data_ptr() for layer in model} and not linear._serving
+
+
+@needs_blocks
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("outputs, inputs", [(32, 2), (40, 24), (31, 130), (96, 64), (1, 6)])
+@pytest.mark.parametrize("rows", [1, 2, 7, 12, 13, 25, 64, 241, 500])
+def test_blocks_are_the_product_rounded_once(rows, outputs, inputs, bias):
+    torch.manual_seed(0)
+    weight, x = torch.randn(outputs, inputs).bfloat16(), torch.randn(2, rows, inputs).bfloat16()
+    added = torch.randn(outputs).bfloat16() if bias else None
+    got = blocks.multiply(x, blocks.pack(weight, added), outputs)
+    want = nn.functional.linear(x.double(), weight.double(), None if added is None else added.double())
+    assert got.shape == want.shape and got.dtype == torch.bfloat16
+    torch.testing.assert_close(got.double(), want, rtol=2**-8, atol=1e-4)
+
+
+@needs_blocks
+def test_a_row_does_not_depend_on_the_others():
+    torch.manual_seed(0)
+    x, packed = torch.randn(300, 64).bfloat16(), blocks.pack(torch.randn(70, 64).bfloat16(), None)
+    alone = torch.cat([blocks.multiply(row[None], packed, 70) for row in x])
+    x[::2] = torch.nan
+    assert torch.equal(blocks.multiply(x, packed, 70)[1::2], alone[1::2])
+
+
+@needs_blocks
+def test_blocks_refuse_what_they_would_misread():
+    packed = blocks.pack(torch.randn(32, 64).bfloat16(), None)
+    for x in (torch.randn(3, 62).bfloat16(), torch.randn(64, 3).bfloat16().T):
+        with pytest.raises(RuntimeError, match="contiguous"):
+            blocks.multiply(x, packed, 32)
+
+
+@needs_blocks
+def test_compiled_layers_use_blocks():
+    """One compiled code for layers of other weights, and none of it is left on them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(24, 24, bias=False), nn.Linear(24, 24)).to(torch.bfloat16)
+    codes = []
+
+    def backend(graph, _):
+        codes.append(graph)
+        return graph
+
+    compiled = torch.compile(lambda layer, x: layer(x).abs(), backend=backend, fullgraph=True, dynamic=True)
+    x, packed = torch.randn(1, 5, 24).bfloat16(), PackedLinears(model)
+    with torch.inference_mode(), packed.used():
+        eager = [layer(x).abs() for layer in model]
+        assert all(torch.equal(compiled(layer, x), want) for layer, want in zip(model, eager, strict=True))
+    assert len(codes) == 1 and not any(linear.BLOCKS in layer.__dict__ for layer in model)
 
 
 def write(model):
@@ -73,15 +131,18 @@ def assign(model):
     model.load_state_dict({name: torch.randn_like(value) for name, value in model.state_dict().items()}, assign=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("change", [write, replace, replace_twice, new_bias, assign])
-def test_changed_weights_are_seen(change):
-    model = make(torch.float32, bias=True)
+def test_changed_weights_are_seen(change, dtype):
+    model = make(dtype, bias=True)
     packed = PackedLinears(model)
     outputs(model, packed)
-    change(model)
-    torch.testing.assert_close(*outputs(model, packed))
-    change(model)
-    torch.testing.assert_close(*outputs(model, packed))
+    known = packed.packings
+    for _ in range(2):
+        change(model)
+        model.to(dtype)
+        torch.testing.assert_close(*outputs(model, packed))
+    assert known == 2 and packed.packings > known
 
 
 def test_other_types_are_left_alone():

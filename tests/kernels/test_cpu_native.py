@@ -12,11 +12,11 @@ import torch
 from kernel_cases import LARGE_PREFILL, PREFILL, Case, build, check
 
 from octavo.kernels.cpu import backend as cpu
-from octavo.kernels.cpu import native
+from octavo.kernels.cpu import compiler, native
 from octavo.kernels.layout import ID_SHIFT, entry_units, pack_entries
 from octavo.kernels.reference import backend as reference
 
-pytestmark = pytest.mark.skipif(not native._compiler(), reason="there is no C compiler")
+pytestmark = pytest.mark.skipif(not compiler._compiler(), reason="there is no C compiler")
 
 needs_bf16 = pytest.mark.skipif(not native._multiplies_bf16(), reason="the processor multiplies no bf16")
 
@@ -219,7 +219,7 @@ def fresh(monkeypatch, tmp_path):
     """A cache folder of its own, and nothing remembered."""
 
     def forget():
-        for function in (native._function, native._compiler, native._version):
+        for function in (native._function, compiler.library, compiler._compiler, compiler._version):
             function.cache_clear()
 
     folder = tmp_path / "a 'cache' of \"µ\"\n,@%"
@@ -259,14 +259,15 @@ def test_library_that_was_cut_short_is_made_again(fresh, left):
     library.unlink()  # the file that this process has loaded stays as it is
     library.write_bytes(whole[:left])
     native._function.cache_clear()
+    compiler.library.cache_clear()
     agrees(inputs)
     assert library.stat().st_size == len(whole)
 
 
 def test_cc_may_bring_arguments(fresh, tmp_path, monkeypatch):
     wrapper = script(tmp_path / "wrapper", f"echo \"$@\" >> '{tmp_path}/log'", 'exec "$@"')
-    monkeypatch.setenv("CC", f"{wrapper} {native._compiler()[0]}")
-    native._compiler.cache_clear()
+    monkeypatch.setenv("CC", f"{wrapper} {compiler._compiler()[0]}")
+    compiler._compiler.cache_clear()
     agrees(inputs_of())
     version, build = (tmp_path / "log").read_text().split(" ", 2)[1:]
     assert version.startswith("--version") and str(native.SOURCE) in build
@@ -274,7 +275,7 @@ def test_cc_may_bring_arguments(fresh, tmp_path, monkeypatch):
 
 def test_compiler_may_speak_any_encoding(fresh, tmp_path, monkeypatch):
     monkeypatch.setenv("CC", str(script(tmp_path / "latin", "echo 'gcc für alle'", 'exec cc "$@"')))
-    native._compiler.cache_clear()
+    compiler._compiler.cache_clear()
     agrees(inputs_of())
 
 

@@ -1,0 +1,124 @@
+"""Compiled layers called again without torch's guards, for passes of few tokens, of which guards are a good part.
+
+torch checks before each call of compiled code that all it was compiled for still holds, and gathers the weights that
+the code is given: some forty microseconds a layer. For a pass of as many tokens as an earlier one, with the same kinds
+of arguments, the answer is known and so are the weights::
+
+    first pass of T tokens    layer(x, ...) -> guards -> code(w1, w2, T, x, cos)    noted: code, (w1, w2, T, -, -)
+    the next ones             layer(x, ...) ->           code(w1, w2, T, x, cos)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MOST_TOKENS = 64
+"""Of a pass that is noted; a longer one spends its time elsewhere."""
+
+Code = Callable[..., Any]
+Leaf = tuple[tuple[str | int, ...], Any]
+
+
+class LayerReplays:
+    """What one layer has called, by the tokens of the pass.
+
+    Args:
+        guarded: the layer's compiled forward.
+        calls: to which what torch has compiled adds, on each of its calls, itself and its arguments.
+    """
+
+    def __init__(self, guarded: Callable[..., Any], calls: list[tuple[Code, tuple[Any, ...]]]) -> None:
+        self._guarded = guarded
+        self._calls = calls
+        self._noted: dict[int, _Call | None] = {}
+
+    def forget(self) -> None:
+        """The weights are others."""
+        self._noted.clear()
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        tokens = args[0].shape[1] if args and isinstance(args[0], Tensor) and args[0].dim() == 3 else 0
+        call = self._noted.get(tokens)
+        if call is not None:
+            inputs = call.inputs(args, named)
+            if inputs is not None:
+                return call.code(*inputs)[0]
+        self._calls.clear()
+        result = self._guarded(*args, **named)
+        if 0 < tokens <= MOST_TOKENS and tokens not in self._noted:
+            self._noted[tokens] = _Call.noted(self._calls, args, named, result)
+        return result
+
+
+class _Call:
+    """One call of compiled code: the arguments that stay, and where the others come from."""
+
+    def __init__(self, code: Code, fixed: list[Any], given: list[tuple[int, int]], leaves: list[Leaf]) -> None:
+        self.code = code
+        self._fixed = fixed
+        self._given = given  # (place among the arguments of the code, place among the leaves)
+        self._paths = [path for path, _ in leaves]
+        self._kinds = [_kind(value) for _, value in leaves]
+
+    @classmethod
+    def noted(
+        cls, calls: list[tuple[Code, tuple[Any, ...]]], args: tuple[Any, ...], named: dict[str, Any], result: Any
+    ) -> _Call | None:
+        """None for a layer that cannot be called so: it has called more than one code, or gives more than a tensor."""
+        if len(calls) != 1 or not isinstance(result, Tensor):
+            return None
+        code, inputs = calls[0]
+        leaves = _leaves(args, named)
+        places = {id(value): number for number, (_, value) in enumerate(leaves) if isinstance(value, Tensor)}
+        given = [(place, places[id(value)]) for place, value in enumerate(inputs) if id(value) in places]
+        fixed = list(inputs)
+        for place, _ in given:
+            fixed[place] = None
+        return cls(code, fixed, given, leaves)
+
+    def inputs(self, args: tuple[Any, ...], named: dict[str, Any]) -> list[Any] | None:
+        """What to call the code with; None where the arguments are of another kind."""
+        leaves = _leaves(args, named)
+        if [path for path, _ in leaves] != self._paths or [_kind(value) for _, value in leaves] != self._kinds:
+            return None
+        inputs = self._fixed.copy()
+        for place, leaf in self._given:
+            inputs[place] = leaves[leaf][1]
+        return inputs
+
+
+def _leaves(args: tuple[Any, ...], named: dict[str, Any]) -> list[Leaf]:
+    """All values among the arguments and where they stand; those of tuples one by one."""
+    leaves: list[Leaf] = []
+    for name, value in (*enumerate(args), *named.items()):
+        if type(value) is tuple:
+            leaves += [((name, number), part) for number, part in enumerate(value)]
+        else:
+            leaves.append(((name,), value))
+    return leaves
+
+
+def _kind(value: Any) -> object:
+    """What must be alike for the same code to serve: of a tensor all but its numbers, of all else the value."""
+    if isinstance(value, Tensor):
+        return value.dtype, value.shape, value.stride()
+    return value if isinstance(value, bool | int | float | str | None) else id(value)
+
+
+def noting(calls: list[tuple[Code, tuple[Any, ...]]], options: dict[str, Any]) -> Callable[..., Any]:
+    """A backend of ``torch.compile``: inductor with ``options``, whose code adds its calls to ``calls``."""
+
+    def backend(graph: torch.fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
+        code: Code = torch._inductor.compile(graph, examples, options=options)
+
+        def noted(*inputs: Any) -> Any:
+            calls.append((code, inputs))
+            return code(*inputs)
+
+        return noted
+
+    return backend

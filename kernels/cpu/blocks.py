@@ -1,0 +1,59 @@
+"""``linear.c`` and the layout of its weights: products in bf16 at the rate at which a few rows can read the weight.
+
+At up to 64 rows it takes 0.6 to 0.85 of the time of oneDNN's product by a packed weight, above that 0.95 (docs/cpu.md).
+The op is registered from C: one in Python costs as much as a small product.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from octavo.kernels.cpu import compiler, processor
+
+SOURCE = Path(__file__).with_name("linear.c")
+HEADER = Path(__file__).with_name("torch_abi.h")
+WIDE = 32
+"""Outputs of a block."""
+
+_library: Any = torch.library.Library("octavo", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define("linear_blocks(Tensor x, Tensor blocks, int outputs) -> Tensor")
+torch.library.register_fake(
+    "octavo::linear_blocks", lambda x, _, outputs: x.new_empty((*x.shape[:-1], outputs)), lib=_library
+)
+
+
+def serves(weight: Tensor) -> bool:
+    """Whether a weight ``[outputs, inputs]`` can be laid out in blocks here."""
+    return weight.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0 and _registered()
+
+
+def pack(weight: Tensor, bias: Tensor | None) -> Tensor:
+    """A bf16 ``weight [outputs, inputs]`` and its bias in blocks, int32 ``[outputs / 32, 1 + inputs / 2, 32]``, as
+    ``linear.c`` draws them. Columns past the outputs are zero."""
+    outputs, inputs = weight.shape
+    missing = -outputs % WIDE
+    pairs = pad(weight, (0, 0, 0, missing)).contiguous().view(torch.int32).view(-1, WIDE, inputs // 2)
+    biases = weight.new_zeros(outputs, dtype=torch.float32) if bias is None else bias.float()
+    first = pad(biases, (0, missing)).view(torch.int32).view(-1, 1, WIDE)
+    return torch.cat([first, pairs.transpose(1, 2)], 1)
+
+
+def multiply(x: Tensor, blocks: Tensor, outputs: int) -> Tensor:
+    """``x [..., inputs] W^T + b``, bf16 [..., outputs], of contiguous bf16 x; sums are fp32."""
+    return torch.ops.octavo.linear_blocks(x, blocks, outputs)  # type: ignore[no-any-return]
+
+
+@cache
+def _registered() -> bool:
+    """Whether torch calls ``linear.c``, by now."""
+    if "avx512_bf16" not in processor.flags().split():
+        return False
+    links = (f"-L{Path(torch.__file__).parent / 'lib'}", "-ltorch_cpu")
+    library = compiler.library(SOURCE, (HEADER,), links=links)
+    return library is not None and library.register_ops() == 0

@@ -1,0 +1,92 @@
+"""Compiled layers called again without guards: only where all is as it was, and never with weights of before."""
+
+import pytest
+import torch
+
+from octavo.core.execution.layer_replays import MOST_TOKENS, LayerReplays
+
+
+class Layer:
+    """A forward whose compiled code takes a weight, the tokens, x and a factor, in that order."""
+
+    def __init__(self):
+        self.calls, self.guarded, self.weight = [], 0, torch.ones(1)
+
+    def code(self, weight, tokens, x, factor):
+        assert x.shape[1] == tokens
+        return (x * weight * factor,)
+
+    def forward(self, x, factors=(), **_):
+        self.guarded += 1
+        inputs = self.weight, x.shape[1], x, factors[0]
+        self.calls.append((self.code, inputs))
+        return self.code(*inputs)[0]
+
+
+@pytest.fixture
+def layer():
+    return Layer()
+
+
+@pytest.fixture
+def replays(layer):
+    return LayerReplays(layer.forward, layer.calls)
+
+
+def x(tokens=3, value=1.0):
+    return torch.full((1, tokens, 2), value)
+
+
+def test_a_pass_as_before_is_replayed_with_its_own_numbers(layer, replays):
+    for value in (2.0, 3.0, 4.0):
+        factor = torch.tensor([value])
+        assert torch.equal(replays(x(value=value), factors=(factor, factor)), x(value=value * value))
+    assert layer.guarded == 1
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda f: ((x(4),), {"factors": (f,)}),
+        lambda f: ((x(),), {"factors": (f.double(),)}),
+        lambda f: ((x(),), {"factors": (f.expand(2),)}),
+        lambda f: ((x(),), {"factors": (f,), "mask": None}),
+        lambda f: ((x(),), {"factors": (f, f)}),
+        lambda f: ((x(),), {"factors": (f,), "mask": f}),
+    ],
+    ids=["tokens", "dtype", "shape", "more", "longer", "mask"],
+)
+def test_another_kind_of_call_is_guarded(layer, replays, other):
+    factor = torch.ones(1)
+    replays(x(), factors=(factor,))
+    args, named = other(factor)
+    replays(*args, **named)
+    assert layer.guarded == 2
+
+
+def test_a_value_that_changes_is_guarded(layer, replays):
+    factor = torch.ones(1)
+    for cache in ("none", "some", "some"):
+        replays(x(), factors=(factor,), cache=cache)
+    assert layer.guarded == 3  # the first kind of so many tokens stays the one that is noted
+    replays(x(), factors=(factor,), cache="none")
+    assert layer.guarded == 3
+
+
+def test_other_weights_are_seen(layer, replays):
+    factor = torch.ones(1)
+    replays(x(), factors=(factor,))
+    layer.weight = torch.full((1,), 5.0)
+    replays.forget()
+    assert torch.equal(replays(x(), factors=(factor,)), x(value=5.0))
+
+
+def test_long_passes_and_split_layers_are_guarded(layer, replays):
+    factor = torch.ones(1)
+    for _ in range(2):
+        replays(x(MOST_TOKENS + 1), factors=(factor,))
+    assert layer.guarded == 2
+    broken = LayerReplays(lambda x, **named: layer.forward(layer.forward(x, **named), **named), layer.calls)
+    for _ in range(2):
+        broken(x(), factors=(factor,))
+    assert layer.guarded == 6
