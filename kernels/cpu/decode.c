@@ -9,6 +9,9 @@
 // share them evenly; a piece gives the maximum, the sum and the weighted values of its own softmax, and the pieces of a
 // row are then combined (split-KV decoding). Scores and sums are fp32. Shapes and semantics as in reference/attention.py.
 
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -116,26 +119,86 @@ static inline void prefetch(const element *slot) {
     for (size_t byte = 0; byte < DIM * sizeof(element); byte += 64) __builtin_prefetch((const char *)slot + byte);
 }
 
+#if TYPE == 2 && QUERY == 2 && defined(__AVX512BF16__) && DIM % 32 == 0
+typedef struct {
+    __m512bh parts[GROUP][DIM / 32];
+} Queries;
+
+static inline Queries queries(const Args *a, const query *given) {
+    Queries q;
+    for (int g = 0; g < GROUP; g++)
+        for (int i = 0; i < DIM / 32; i++)
+            q.parts[g][i] = (__m512bh)_mm512_loadu_si512(given + g * a->q_head + 32 * i);
+    return q;
+}
+
+static inline __m512 partial(const Queries *q, int g, const element *k) {
+    __m512 sum = _mm512_setzero_ps();
+    for (int i = 0; i < DIM / 32; i++)
+        sum = _mm512_dpbf16_ps(sum, q->parts[g][i], (__m512bh)_mm512_loadu_si512(k + 32 * i));
+    return sum;
+}
+
+// The scores of `count` slots that lie side by side. Adding up a register costs more than what is in it, so four are
+// added up together.
+static inline void score(const Args *a, const Queries *q, const element *k, int64_t count, float *p, int64_t stride) {
+    float scale = (float)a->scale;
+    int64_t slot = 0;
+    for (; slot + 4 <= count; slot += 4, k += 4 * DIM)
+        for (int g = 0; g < GROUP; g++) {
+            __m512 s0 = partial(q, g, k), s1 = partial(q, g, k + DIM);
+            __m512 s2 = partial(q, g, k + 2 * DIM), s3 = partial(q, g, k + 3 * DIM);
+            __m512 s01 = _mm512_unpacklo_ps(s0, s1) + _mm512_unpackhi_ps(s0, s1);
+            __m512 s23 = _mm512_unpacklo_ps(s2, s3) + _mm512_unpackhi_ps(s2, s3);
+            __m512 all = (__m512)(_mm512_unpacklo_pd((__m512d)s01, (__m512d)s23));
+            all += (__m512)(_mm512_unpackhi_pd((__m512d)s01, (__m512d)s23));
+            __m256 half = _mm512_castps512_ps256(all) + _mm512_extractf32x8_ps(all, 1);
+            __m128 four = _mm256_castps256_ps128(half) + _mm256_extractf128_ps(half, 1);
+            _mm_storeu_ps(p + g * stride + slot, four * scale);
+        }
+    for (; slot < count; slot++, k += DIM)
+        for (int g = 0; g < GROUP; g++) p[g * stride + slot] = _mm512_reduce_add_ps(partial(q, g, k)) * scale;
+}
+#else
+typedef struct {
+    float parts[GROUP][DIM];
+} Queries;
+
+static inline Queries queries(const Args *a, const query *given) {
+    Queries q;
+    for (int g = 0; g < GROUP; g++)
+        for (int d = 0; d < DIM; d++) q.parts[g][d] = widen_query(given[g * a->q_head + d]) * (float)a->scale;
+    return q;
+}
+
+// The scores of `count` slots that lie side by side.
+static inline void score(const Args *a, const Queries *q, const element *k, int64_t count, float *p, int64_t stride) {
+    (void)a;
+    for (int64_t slot = 0; slot < count; slot++, k += DIM) {
+        float wide[DIM];
+        for (int d = 0; d < DIM; d++) wide[d] = widen(k[d]);
+        for (int g = 0; g < GROUP; g++) {
+            float sum = 0;
+#pragma omp simd reduction(+ : sum)
+            for (int d = 0; d < DIM; d++) sum += q->parts[g][d] * wide[d];
+            p[g * stride + slot] = sum;
+        }
+    }
+}
+#endif
+
 static void attend(const Args *a, const Row *row, const query *given, int64_t begin, int64_t end, Partial *out,
                    float *shares) {
-    float p[GROUP][PIECE + MAX_UNIT], value[GROUP][DIM] = {0}, q[GROUP][DIM];
+    float p[GROUP][PIECE + MAX_UNIT], value[GROUP][DIM] = {0};
+    Queries q = queries(a, given);
     int64_t n = 0;
-    for (int g = 0; g < GROUP; g++)
-        for (int d = 0; d < DIM; d++) q[g][d] = widen_query(given[g * a->q_head + d]) * (float)a->scale;
     for (int64_t entry = begin; entry < end; entry++) {
         Seen s = seen(a, row, entry);
+        if (s.first >= s.last) continue;
         const element *next = entry + 1 < end ? seen(a, row, entry + 1).k : seen(a, row, begin).v;
-        for (int64_t slot = s.first; slot < s.last; slot++, n++) {
-            prefetch(next + slot * DIM);
-            float k[DIM];
-            for (int d = 0; d < DIM; d++) k[d] = widen(s.k[slot * DIM + d]);
-            for (int g = 0; g < GROUP; g++) {
-                float score = 0;
-#pragma omp simd reduction(+ : score)
-                for (int d = 0; d < DIM; d++) score += q[g][d] * k[d];
-                p[g][n] = score;
-            }
-        }
+        for (int64_t slot = s.first; slot < s.last; slot++) prefetch(next + slot * DIM);
+        score(a, &q, s.k + s.first * DIM, s.last - s.first, &p[0][n], PIECE + MAX_UNIT);
+        n += s.last - s.first;
     }
     for (int g = 0; g < GROUP; g++) {
         float top = -INFINITY, total = 0, cap = (float)a->softcap;

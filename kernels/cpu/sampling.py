@@ -17,9 +17,10 @@ def sample(
 ) -> Tensor:
     """See ``reference.sample``; how the kept set is found without a sort is told in ``triton/sample.py``."""
     x = logits.float()
-    if x.isnan().any():
-        x = x.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     chosen = x.argmax(1)
+    if x.gather(1, chosen[:, None]).isnan().any():  # NaN is the largest to torch
+        x = x.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+        chosen = x.argmax(1)
     scale, keys = scales(temperature), row_keys(seeds, draws)
     for b in (temperature > 0).nonzero()[:, 0].tolist():
         chosen[b] = _draw(x[b], scale[b], int(top_k[b]), top_p[b], min_p[b], keys[b : b + 1])

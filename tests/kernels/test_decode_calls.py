@@ -1,4 +1,4 @@
-"""Decoding layer after layer in one call each: what the reference stores and gives, bit for bit where nothing is summed."""
+"""Decoding layer after layer in one call each: it stores, bit for bit, and gives what the reference does."""
 
 import pytest
 import torch
