@@ -68,7 +68,7 @@ class _Call:
         self._fixed = fixed
         self._given = given  # (place among the arguments of the code, place among the leaves)
         self._paths = [path for path, _ in leaves]
-        self._kinds = [_kind(value) for _, value in leaves]
+        self._kinds = _kinds(leaves)
 
     @classmethod
     def noted(
@@ -89,7 +89,7 @@ class _Call:
     def inputs(self, args: tuple[Any, ...], named: dict[str, Any]) -> list[Any] | None:
         """What to call the code with; None where the arguments are of another kind."""
         leaves = _leaves(args, named)
-        if [path for path, _ in leaves] != self._paths or [_kind(value) for _, value in leaves] != self._kinds:
+        if [path for path, _ in leaves] != self._paths or _kinds(leaves) != self._kinds:
             return None
         inputs = self._fixed.copy()
         for place, leaf in self._given:
@@ -108,11 +108,17 @@ def _leaves(args: tuple[Any, ...], named: dict[str, Any]) -> list[Leaf]:
     return leaves
 
 
-def _kind(value: Any) -> object:
-    """What must be alike for the same code to serve: of a tensor all but its numbers, of all else the value."""
-    if isinstance(value, Tensor):
-        return value.dtype, value.shape, value.stride()
-    return value if isinstance(value, bool | int | float | str | None) else id(value)
+def _kinds(leaves: list[Leaf]) -> list[object]:
+    """What must be alike for the same code to serve: of a tensor all but its numbers, and where it stands first, as
+    code takes one that is given twice once; of all else the value."""
+    first: dict[int, int] = {}
+    kinds: list[object] = []
+    for number, (_, value) in enumerate(leaves):
+        if isinstance(value, Tensor):
+            kinds.append((value.dtype, value.shape, value.stride(), first.setdefault(id(value), number)))
+        else:
+            kinds.append(value if isinstance(value, bool | int | float | str | None) else id(value))
+    return kinds
 
 
 def noting(calls: list[tuple[Code, tuple[Any, ...]]], options: dict[str, Any]) -> Callable[..., Any]:

@@ -68,6 +68,13 @@ def test_another_kind_of_call_is_guarded(layer, replays, other):
     assert layer.guarded == 2
 
 
+def test_one_tensor_given_twice_is_not_two(layer, replays):
+    factor = torch.ones(1)
+    replays(x(), factors=(factor, factor))
+    replays(x(), factors=(factor, factor.clone()))
+    assert layer.guarded == 2
+
+
 def test_a_value_that_changes_is_guarded(layer, replays):
     factor = torch.ones(1)
     for cache in ("none", "some", "some"):
