@@ -62,11 +62,8 @@ def attend_in_step(q: Tensor, k: Tensor, v: Tensor, traits: LayerTraits) -> Tens
     return out
 
 
-MANY_TOKENS = {"cpp_wrapper": True}
+CPU_OPTIONS = {"cpp_wrapper": True}
 """For torch's compiler on a CPU: C++ between the kernels of a layer. On a GPU nobody waits for what is there."""
-
-FEW_TOKENS = {**MANY_TOKENS, "cpp.min_chunk_size": 1 << 24}
-"""One thread for what is between the products: to gather two takes longer than a kernel over a few rows."""
 
 
 class CompiledLayers:
@@ -83,18 +80,14 @@ class CompiledLayers:
         self._name = name
         on_cpu = all(parameter.device.type == "cpu" for layer in layers for parameter in layer.parameters())
         self._replays: list[LayerReplays] = []
-        forwards: list[Any] = self._compiled()
+        calls: list[Any] = []
+        backend = noting(calls, CPU_OPTIONS) if on_cpu else "inductor"
+        compiled = {kind: _compiled(kind.forward, backend) for kind in {type(layer) for layer in layers}}
+        forwards: list[Any] = [MethodType(compiled[type(layer)], layer) for layer in layers]
         if on_cpu:
-            calls: list[Any] = []
-            few, many = self._compiled(backend=noting(calls, FEW_TOKENS)), self._compiled(options=MANY_TOKENS)
-            forwards = self._replays = [LayerReplays(*both, calls) for both in zip(few, many, strict=True)]
+            forwards = self._replays = [LayerReplays(forward, calls) for forward in forwards]
         self._forwards = list(zip(layers, forwards, strict=True))
         self._weights = 0
-
-    def _compiled(self, **how: Any) -> list[Any]:
-        """The layers' forwards, compiled when they are called; layers of one class are one code."""
-        compiled = {kind: _compiled(kind.forward, how) for kind in {type(layer) for layer in self._layers}}
-        return [MethodType(compiled[type(layer)], layer) for layer in self._layers]
 
     @contextmanager
     def used(self, step: AttentionStep, weights: int) -> Iterator[None]:
@@ -118,10 +111,10 @@ class CompiledLayers:
             ) from error
 
 
-def _compiled(forward: Any, how: dict[str, Any]) -> Any:
+def _compiled(forward: Any, backend: Any) -> Any:
     """torch keeps what it has compiled by code object, for all models alike; a copy of the code is this model's own."""
     copy = FunctionType(
         forward.__code__.replace(), forward.__globals__, forward.__name__, forward.__defaults__, forward.__closure__
     )
     copy.__kwdefaults__ = forward.__kwdefaults__
-    return torch.compile(copy, **how, fullgraph=True, dynamic=True)
+    return torch.compile(copy, backend=backend, fullgraph=True, dynamic=True)

@@ -1,7 +1,7 @@
 """Compiled layers called again without torch's guards, for passes of few tokens, of which guards are a good part.
 
 torch checks before each call of compiled code that all it was compiled for still holds, and gathers the weights that
-the code is given: some forty microseconds a layer. For a pass of as many tokens as an earlier one, with the same kinds
+the code is given, on the host. For a pass of as many tokens as an earlier one, with the same kinds
 of arguments, the answer is known and so are the weights::
 
     first pass of T tokens    layer(x, ...) -> guards -> code(w1, w2, T, x, cos)    noted: code, (w1, w2, T, -, -)
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 MOST_TOKENS = 64
-"""Of a pass of few; a longer one spends its time elsewhere."""
+"""Of a pass that is noted; a longer one spends its time elsewhere."""
 
 Code = Callable[..., Any]
 Leaf = tuple[tuple[object, ...], Any]
@@ -27,16 +27,12 @@ class LayerReplays:
     """What one layer has called, by the tokens of the pass.
 
     Args:
-        few: the layer's forward, compiled for passes of at most ``MOST_TOKENS``.
-        many: the same, for longer ones.
-        calls: to which the code of ``few`` adds, on each of its calls, itself and its arguments.
+        guarded: the layer's compiled forward.
+        calls: to which what torch has compiled adds, on each of its calls, itself and its arguments.
     """
 
-    def __init__(
-        self, few: Callable[..., Any], many: Callable[..., Any], calls: list[tuple[Code, tuple[Any, ...]]]
-    ) -> None:
-        self._few = few
-        self._many = many
+    def __init__(self, guarded: Callable[..., Any], calls: list[tuple[Code, tuple[Any, ...]]]) -> None:
+        self._guarded = guarded
         self._calls = calls
         self._noted: dict[int, _Call | None] = {}
 
@@ -46,17 +42,16 @@ class LayerReplays:
 
     def __call__(self, *args: Any, **named: Any) -> Any:
         tokens = args[0].shape[1] if args and isinstance(args[0], Tensor) and args[0].dim() == 3 else 0
-        if not 0 < tokens <= MOST_TOKENS:
-            return self._many(*args, **named)
         call = self._noted.get(tokens)
         if call is not None:
             inputs = call.inputs(args, named)
             if inputs is not None:
                 return call.code(*inputs)[0]
         self._calls.clear()
-        result = self._few(*args, **named)
-        if tokens not in self._noted:
+        result = self._guarded(*args, **named)
+        if 0 < tokens <= MOST_TOKENS and tokens not in self._noted:
             self._noted[tokens] = _Call.noted(self._calls, args, named, result)
+        self._calls.clear()  # it would hold what the layer has multiplied
         return result
 
 

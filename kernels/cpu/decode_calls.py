@@ -1,7 +1,7 @@
 """Decoding of one step, layer after layer: K and V are appended and attended to in one call, with no op in between.
 
-What all layers share, the tables, lengths and slots, is laid out for C once a step, so that a layer costs the host some
-microseconds; as two ops it costs a hundred, longer than the attention of a small batch.
+What all layers share, the tables, lengths and slots, is laid out for C once a step, so that a layer costs the host
+less than two ops do.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-// The part of torch's stable C interface (torch/csrc/inductor/aoti_torch/c/shim.h) that ops registered from C need. An op
-// called so costs two microseconds less than one in Python; its headers are C++ and take seconds to compile.
+// The part of torch's stable C interface (torch/csrc/inductor/aoti_torch/c/shim.h) that ops registered from C need, as
+// its header is C++.
 
 #include <stdbool.h>
 #include <stdint.h>
