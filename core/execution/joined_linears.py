@@ -30,11 +30,11 @@ class JoinedLinears:
         run: runs the model once, so that it can be seen who multiplies what.
     """
 
-    def __init__(self, model: nn.Module, run: Callable[[], object]) -> None:
-        self._sets = [_Joined(layers) for layers in _siblings(model, run)]
-
     packings = 0
     """The joined weights are the layers' own for good."""
+
+    def __init__(self, model: nn.Module, run: Callable[[], object]) -> None:
+        self._sets = [_Joined(layers) for layers in _siblings(model, run)]
 
     def __len__(self) -> int:
         return len(self._sets)
