@@ -19,6 +19,9 @@ from torch import Tensor
 MOST_TOKENS = 64
 """Of a pass that is noted; a longer one spends its time elsewhere."""
 
+PLAIN = bool | int | float | str | None
+"""Arguments that are told apart by value."""
+
 Code = Callable[..., Any]
 Leaf = tuple[tuple[object, ...], Any]
 
@@ -64,6 +67,7 @@ class _Call:
         self._given = given  # (place among the arguments of the code, place among the leaves)
         self._paths = [path for path, _ in leaves]
         self._kinds = _kinds(leaves)
+        self._others = [value for _, value in leaves if not isinstance(value, Tensor | PLAIN)]  # kept, as ``id`` tells
 
     @classmethod
     def noted(
@@ -105,14 +109,14 @@ def _leaves(args: tuple[Any, ...], named: dict[str, Any]) -> list[Leaf]:
 
 def _kinds(leaves: list[Leaf]) -> list[object]:
     """What must be alike for the same code to serve: of a tensor all but its numbers, and where it stands first, as
-    code takes one that is given twice once; of all else the value."""
+    code takes one that is given twice once; of all else the value, or which object it is."""
     first: dict[int, int] = {}
     kinds: list[object] = []
     for number, (_, value) in enumerate(leaves):
         if isinstance(value, Tensor):
             kinds.append((value.dtype, value.shape, value.stride(), first.setdefault(id(value), number)))
         else:
-            kinds.append(value if isinstance(value, bool | int | float | str | None) else id(value))
+            kinds.append(value if isinstance(value, PLAIN) else id(value))
     return kinds
 
 

@@ -11,6 +11,7 @@ import ctypes
 import torch
 from torch import Tensor
 
+from octavo.kernels import log
 from octavo.kernels.cpu import native
 
 
@@ -54,6 +55,8 @@ class DecodeCalls:
         function = native.decode_function(q, pool)
         if function is None:
             return None
+        if log.KERNELS:
+            log.chosen("decode", "cpu", "compiled C, appends too", pool, query_heads=q.shape[1], rows=len(q))
         q, k, v = native.side_by_side(q), native.side_by_side(k), native.side_by_side(v)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         sinks = None if sinks is None else sinks.float().contiguous()

@@ -80,6 +80,13 @@ def test_a_value_that_changes_is_guarded(layer, replays):
     assert layer.guarded == 3
 
 
+def test_an_object_is_not_taken_for_one_that_is_gone(layer, replays):
+    factor = torch.ones(1)
+    for _ in range(20):  # each at the place of the last one, if nobody keeps that
+        replays(x(), factors=(factor,), cache=[])
+    assert layer.guarded == 20
+
+
 def test_other_weights_are_seen(layer, replays):
     factor = torch.ones(1)
     replays(x(), factors=(factor,))

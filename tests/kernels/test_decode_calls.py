@@ -1,9 +1,12 @@
 """Decoding layer after layer in one call each: it stores, bit for bit, and gives what the reference does."""
 
+import logging
+
 import pytest
 import torch
 from kernel_cases import DECODE, TOLERANCE, Case, build
 
+from octavo.kernels import log
 from octavo.kernels.cpu import compiler
 from octavo.kernels.cpu.decode_calls import DecodeCalls
 from octavo.kernels.layout import entry_units
@@ -77,3 +80,13 @@ def test_a_slot_past_the_pool_is_told_and_nothing_is_written():
     with pytest.raises(IndexError, match="a slot past a pool"):
         calls.attend(0, 0, *projections(inputs, torch.float32), None, 1.0, 0, 0.0)
     assert torch.equal(pool.nan_to_num(), inputs.pool.nan_to_num())
+
+
+def test_the_log_says_what_decodes(monkeypatch, caplog):
+    monkeypatch.setattr(log, "KERNELS", True)
+    monkeypatch.setattr(log, "_said", set())
+    caplog.set_level(logging.INFO, "octavo.kernels")
+    inputs = build(Case("log", (5, 40), head_dim=16), torch.float32)
+    assert len(list(both(inputs, *projections(inputs, torch.float32)))) == 2
+    (said,) = [record.getMessage() for record in caplog.records if record.name == "octavo.kernels"]
+    assert said.startswith("decode: cpu, compiled C, appends too; pool of float32 on cpu, 2 layers")
