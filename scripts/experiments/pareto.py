@@ -147,7 +147,7 @@ def level_rows(
 
 
 def _lines(config: Pareto, engine: Engine, tokenizer: Any) -> Benchmark:
-    items = {item.id: item for item in benchmarks.load(config.task, config.limit)}
+    items = {item.id: item for item in benchmarks.load(config.task, config.limit, tokenizer, config.seed)}
 
     def measure(item: str, methods: Methods) -> list[Sample]:
         return code_completion.complete(items[item], methods, engine, config, tokenizer)

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from octavo.scripts import benchmarks
+from octavo.scripts.schema import TaskSettings
 
 from .conftest import Command, samples
 
@@ -53,6 +57,24 @@ def test_lines_of_code(octavo: Command, tiny_model: Path, items_file: Path) -> N
         *(f"{m} 70 %" for m in ("streaming", "quest", "oracle", "random")),
     ]
     assert all(row["read_percent"] <= 70 and "edit_similarity" in row for row in rows[1:])
+
+
+def test_lines_that_are_made_for_a_tokenizer(
+    octavo: Command, tiny_model: Path, items_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = []
+
+    def made(task: TaskSettings, tokenizer: Any, seed: int) -> list[benchmarks.Item]:
+        given.append((tokenizer is not None, task.lengths, seed))
+        return benchmarks.load(TaskSettings(path=str(items_file)), 1)
+
+    monkeypatch.setattr(benchmarks, "_project_lines", made)
+    outcome = octavo(
+        "experiment=pareto", "task=project_lines", "task.lengths=[700]", "task.max_new_tokens=6", "levels=[0.7]", "seed=3",
+        "sparse.methods=[dense,random]", "sparse.overrides.random.dense_layers=[]", f"model.path={tiny_model}",
+    )  # fmt: skip
+    assert outcome.code == 0, outcome.err
+    assert given == [(True, [700], 3)] and len(outcome.metrics["rows"]) == 2
 
 
 def test_what_cannot_read_so_little_fails_and_says_so(octavo: Command, tiny_model: Path) -> None:
