@@ -70,7 +70,8 @@ def test_lines_that_are_made_for_a_tokenizer(
 
     monkeypatch.setattr(benchmarks, "_project_lines", made)
     outcome = octavo(
-        "experiment=pareto", "task=project_lines", "task.lengths=[700]", "task.max_new_tokens=6", "levels=[0.7]", "seed=3",
+        "experiment=pareto", "task=project_lines", "task.lengths=[700]", "task.max_new_tokens=6",
+        "levels=[0.7]", "seed=3",
         "sparse.methods=[dense,random]", "sparse.overrides.random.dense_layers=[]", f"model.path={tiny_model}",
     )  # fmt: skip
     assert outcome.code == 0, outcome.err
