@@ -78,11 +78,11 @@ class FrameMaps:
         """A row of empty frames."""
         if not self._free:
             row = len(self.now)
+            self._calls.clear()  # first, for it may fail half way
             for name in ("frame_of", "page_in", "credit", "is_ahead", "hand", "now"):
                 tensor = getattr(self, name)
                 setattr(self, name, torch.cat([tensor, torch.empty_like(tensor[:1])]))
             self._free.append(row)
-            self._calls.clear()
         row = self._free.pop()
         self.forget(row)
         if self.recorder is not None:
@@ -103,8 +103,8 @@ class FrameMaps:
         missing = pages + 1 - self.frame_of.shape[3]
         if missing > 0:
             self.frame_of[..., -1] = -1  # it was nobody's, and is a page's now
-            self.frame_of = torch.nn.functional.pad(self.frame_of, (0, missing), value=-1)
             self._calls.clear()
+            self.frame_of = torch.nn.functional.pad(self.frame_of, (0, missing), value=-1)
 
     def take(
         self,
