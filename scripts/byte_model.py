@@ -19,7 +19,7 @@ GAIN = 1.3
 GAIN_BATCHES = (1, 8)
 
 NOTE = (
-    "Break-even: the context in tokens from which a step under the method reads fewer bytes than a dense one (K, V and "
+    "Pays from: the context in tokens from which a step under the method reads fewer bytes than a dense one (K, V and "
     "what is read to choose); weights and batch cancel out. +30 %: the context from which the bytes of a dense step, "
     "weights included, are 1.3 times the method's, with so many sequences in the batch. Predicted; an adaptive budget "
     "counts in full."

@@ -33,12 +33,12 @@ COLUMNS = (
 STARTS = ("method", "batch", "measured_from_tokens", "predicted_from_tokens")
 
 NOTES = (
-    "speedup: time of a dense decode step over that of the method's, medians over rounds in which all methods take "
-    "turns. predicted: the same of bytes: weights once, K and V that are read and what is read to choose of every "
+    "x dense: time of a dense decode step over that of the method's, medians over rounds in which all methods take "
+    "turns. bytes say: the same of bytes: weights once, K and V that are read and what is read to choose of every "
     "sequence (the byte roofline). floor: those bytes over the device's plain read rate, as measured in this run.",
     "Contexts are pretended: pages hold random numbers that no prefill has computed. Time depends on shapes alone, but "
     "for budgets that adapt to scores, for which random numbers are the worst case.",
-    "measured from: the shortest measured context from which on every longer one gains as much; predicted from: the "
+    "measured from: the shortest measured context from which on every longer one gains as much; bytes say from: the "
     "context at which bytes say so.",
 )
 

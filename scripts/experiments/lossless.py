@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 NOTES = (
     "Acceptance: drafts that were right of those that were looked at, each behind drafts that were; per document, then "
     "their mean, with 95 % bootstrap intervals over documents. It needs no task and no right answer.",
-    "Bytes are those of drafts and of one dense read a round, a token that stands; x dense is how often they go into "
-    "those of dense decoding, digests included.",
+    "Bytes are those of drafts and of one dense read a round, a token that stands; x fewer bytes is how often they go "
+    "into those of dense decoding, digests included.",
     "Continuations are greedy. Drafters take turns on a document; all but the first find its pages.",
 )
 
