@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import logging
 import math
 import pydoc
 import typing
@@ -27,7 +28,9 @@ from octavo.scripts.schema import Config, EngineSettings, ModelSettings, Samplin
 if TYPE_CHECKING:
     from octavo.core import Engine, EngineConfig, SamplingParams
     from octavo.core.costs import DecodeCost
-    from octavo.core.interfaces import SegmentEncoder, SegmentReuse, SparseMethod
+    from octavo.core.interfaces import ModelSpec, SegmentEncoder, SegmentReuse, SparseMethod
+
+log = logging.getLogger(__name__)
 
 DENSE = "dense"
 DRAFT = "draft"
@@ -353,7 +356,8 @@ def drafting(method: SparseMethod, drafts: int, forced_acceptance: float | None 
 
 
 def fit(methods: Mapping[str, SparseMethod | None], engine: Engine) -> None:
-    """Make sure that the methods can serve the engine's model and page size.
+    """Make sure that the methods can serve the engine's model and page size. One that serves it and chooses nothing is
+    said, since its figures are those of dense.
 
     Raises:
         ConfigError: naming the method and what does not fit.
@@ -366,6 +370,18 @@ def fit(methods: Mapping[str, SparseMethod | None], engine: Engine) -> None:
                 validate_method(method, engine)
         except ValueError as error:
             raise ConfigError(f"method {name}: {error}") from error
+        layers = getattr(method, "sparse_layers", None)
+        if layers is not None and not layers(engine.spec):
+            _say_idle(name, tuple(method.dense_layers), engine.spec)  # type: ignore[union-attr]
+
+
+@cache
+def _say_idle(name: str, dense_layers: tuple[int, ...], spec: ModelSpec) -> None:
+    """Once for a method and model, however often methods are fitted."""
+    log.warning(
+        "method %s chooses nothing: none of the %d layers of %s is left by dense_layers=%s and sliding windows; give "
+        "sparse.overrides.%s.dense_layers=[]", name, spec.layers, spec.name, list(dense_layers), name,
+    )  # fmt: skip
 
 
 def predicted_cost(

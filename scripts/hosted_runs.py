@@ -105,6 +105,7 @@ def serve(engine: Engine, asked: Sequence[list[int]], method: SparseMethod, new_
     from octavo.core import SamplingParams
 
     params = SamplingParams(max_tokens=new_tokens, ignore_eos=True)
+    build.fit({method.name: method}, engine)
     try:
         ids = [engine.submit(prompt, params, method=method) for prompt in asked]
     except ValueError as error:

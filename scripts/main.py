@@ -86,7 +86,7 @@ def _settings(cfg: DictConfig) -> Config:
 def _run(config: Config, folder: Path) -> None:
     """Run one experiment. Whatever happens, its files are valid, its record is closed, and its folder is named."""
     # Here, so that --help and a refused key need no torch.
-    from octavo.scripts import build, tracking
+    from octavo.scripts import build, compositions, tracking
     from octavo.scripts.run import DiskFullError, Run
 
     build.check(config)
@@ -101,6 +101,7 @@ def _run(config: Config, folder: Path) -> None:
         with _logged(folder / "run.log"), _terminable():
             run.tracker = tracking.start(config, folder, resumed=run.resumed)
             try:
+                compositions.keep(config, folder, resumed=run.resumed)
                 if not run.resumed:
                     run.write_rows([])
                 experiment(config, run)

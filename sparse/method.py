@@ -83,7 +83,7 @@ class Method:
 
     def reads_all(self, tokens: int, spec: ModelSpec, page_tokens: int) -> bool:
         pages = -(-tokens // page_tokens)
-        return all(pages <= self._budget(layer, spec.layers, page_tokens) for layer in self._sparse_layers(spec))
+        return all(pages <= self._budget(layer, spec.layers, page_tokens) for layer in self.sparse_layers(spec))
 
     def validate(self, spec: ModelSpec, page_tokens: int) -> None:
         if self.prefill is not None:
@@ -105,7 +105,7 @@ class Method:
                 f"{self.name}: choosing_layers {windowed} of {spec.name} see only a window; layers that see everything "
                 f"are {[layer for layer, window in enumerate(spec.windows) if not window]}"
             )
-        sparse = self._sparse_layers(spec)
+        sparse = self.sparse_layers(spec)
         early = [layer for layer in sparse if layer < min(self.choosing_layers, default=0)]
         if early:
             raise ValueError(
@@ -193,7 +193,7 @@ class Method:
             placement.fetch_ahead(expected, later)
 
     def hosting(self, spec: ModelSpec, page_tokens: int) -> Hosting | None:
-        sparse = self._sparse_layers(spec)
+        sparse = self.sparse_layers(spec)
         if not isinstance(self.placement, Host) or not sparse:
             return None
         budget = max(
@@ -213,7 +213,8 @@ class Method:
         elements = self._elements(tokens, spec, page_tokens, budget) if chooses else 0
         return PagesRead(pages if is_dense else budget, elements)
 
-    def _sparse_layers(self, spec: ModelSpec) -> list[int]:
+    def sparse_layers(self, spec: ModelSpec) -> list[int]:
+        """The layers of a model that read what is chosen."""
         return [layer for layer in range(spec.layers) if layer not in self.dense_layers and not spec.windows[layer]]
 
     def _chooser(self, layer: int) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 from string import ascii_uppercase
 from typing import TYPE_CHECKING, Any, cast
 
-from octavo.scripts import report, settings, summary
+from octavo.scripts import compositions, report, settings, summary
 from octavo.scripts.progress import counting
 from octavo.scripts.refusal import ConfigError
 from octavo.scripts.run import FREE_KEYS, Run, Sample
@@ -116,6 +116,7 @@ def load(label: str, folder: Path) -> Compared:
         raise ConfigError(f"runs={folder}: no run of octavo can be read there: {error}") from error
     # As it is: a model's folder need not be there any more.
     config = settings.flat(_yaml(folder / "config.yaml"))
+    config |= {f"methods.{name}": made for name, made in compositions.read(folder).items()}
     samples: dict[tuple[str, str, str], Sample] = {}
     for line in lines:
         for sample in [{**line, **turn} for turn in line.get("turns", ())] or [line]:

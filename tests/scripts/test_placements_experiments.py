@@ -155,3 +155,12 @@ ORACLE = ("sparse.methods=[oracle]", "sparse.overrides={oracle: {dense_layers: [
 def test_a_method_that_reads_all_keys_is_refused(octavo: Command, tiny_model: Path) -> None:
     outcome = octavo("experiment=placements", *SMALL[1:], f"model.path={tiny_model}", "placements=[host]", *ORACLE)
     assert outcome.code == 1 and "reads keys of all pages to choose" in outcome.err
+
+
+def test_a_method_that_chooses_nothing_is_said(octavo: Command) -> None:
+    outcome = octavo(
+        "experiment=placements", *SMALL[1:], "model=random", "model.shape=tiny", "requests=1", "placements=[resident]"
+    )
+    assert outcome.code == 0, outcome.err
+    said = (outcome.folder / "run.log").read_text()
+    assert "quest chooses nothing: none of the 2 layers of LlamaForCausalLM" in said
