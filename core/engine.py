@@ -401,8 +401,8 @@ class Engine:
             self._read_logits(logits, rows)
             self.costs.observe(((chunk.count, chunk.start) for chunk in plan.chunks), time.perf_counter() - began)
         except BaseException:
-            for sequence in [s for s in self._scheduler.running if s.computed >= s.goal]:
-                self._scheduler.preempt(sequence)  # its logits are lost: it computes its last token again
+            for sequence in [s for s in self._scheduler.running if s.computed >= s.goal or s.is_due]:
+                self._scheduler.preempt(sequence)  # its logits, or queries, are lost: it computes its last tokens again
             raise
 
     def finish(self, request_ids: list[str]) -> dict[str, Completion]:

@@ -342,6 +342,11 @@ class Sequence:
             and (request.method is None or self.sparse_span(self.computed) is not None)
         )
 
+    @property
+    def is_due(self) -> bool:
+        """Whether it is compressed before anything else is computed."""
+        return bool(self.points) and self.computed == self.due.at
+
     def known_rows(self, start: int, stop: int) -> list[int]:
         """Positions in a chunk whose logits are compared with the token that is known to follow, if it is one."""
         if self.logprobs_from is None:

@@ -96,16 +96,22 @@ class Compaction:
 
     def run(self, sequences: Iterable[Sequence]) -> list[tuple[Request, ValueError]]:
         """Compress those that have come to where they are due. Gives the requests whose images an encoder that is
-        asked about them fails on, and why."""
+        asked about them fails on, and why.
+
+        If a compression is left half way, its sequence is computed again."""
         failed = []
         for sequence in sequences:
-            compressing = sequence.points and sequence.computed == sequence.due.at
-            if compressing and sequence in self._scheduler.running:
-                try:
-                    with torch.inference_mode():
-                        self._compress(sequence)
-                except UnscoredItem as error:
-                    failed.append((sequence.request, error.reason))
+            if not sequence.is_due or sequence not in self._scheduler.running:
+                continue
+            try:
+                with torch.inference_mode():
+                    self._compress(sequence)
+            except UnscoredItem as error:
+                failed.append((sequence.request, error.reason))
+            except BaseException:  # out of memory, or Ctrl-C while tokens behind it were computed
+                if sequence in self._scheduler.running:
+                    self._scheduler.preempt(sequence)
+                raise
         return failed
 
     def _compress(self, sequence: Sequence) -> None:
@@ -160,28 +166,32 @@ class Compaction:
 
     def _drop(self, choice: _Choice) -> None:
         """Let the pages go, and keep what was chosen in runs of its own."""
-        sequence, end, tokens = choice.sequence, choice.end, choice.tokens
+        sequence, tokens = choice.sequence, choice.tokens
         runs = -(-tokens // sequence.layout.unit_tokens)
-        moved = [choice.context.gathered(number, choice.order[number]) for number in range(len(choice.order))]
-        before, sequence.kept = sequence.kept, None
+        by_head: list[Slabs] | None = None
+        try:
+            moved = [choice.context.gathered(number, choice.order[number]) for number in range(len(choice.order))]
+            self._let_go(sequence, sequence.layout.page_of(choice.end))
+            if self._scheduler.make_room(lambda: self.split.units_for(runs.sum(0)), sequence):
+                by_head = self.split.allocate(runs.sum(0))
+                self._fill(choice, moved, by_head)
+            elif choice.recallable is not None:
+                choice.recallable.release()
+        except BaseException:
+            if by_head is not None:
+                self.split.release(by_head)
+            if choice.recallable is not None:
+                choice.recallable.release()
+            raise
+
+    def _let_go(self, sequence: Sequence, end: int) -> None:
+        """Of the pages before page ``end``, and of what an earlier compression has kept."""
         if sequence.request.compressor is not None and sequence.request.compressor.demotes:
-            self._demote(sequence, sequence.layout.page_of(end))
-        sequence.table.drop_before(sequence.layout.page_of(end))
+            self._demote(sequence, end)
+        sequence.table.drop_before(end)
+        before, sequence.kept = sequence.kept, None
         if before is not None:
             before.release()
-        if not self._scheduler.make_room(lambda: self.split.units_for(runs.sum(0)), sequence):
-            if choice.recallable is not None:
-                choice.recallable.release()
-            return
-        by_head = self.split.allocate(runs.sum(0))
-        try:
-            self._fill(choice, moved, by_head)
-        except BaseException:  # its pages are gone, so it is computed again
-            self.split.release(by_head)
-            if choice.recallable is not None:
-                choice.recallable.release()
-            self._scheduler.preempt(sequence)
-            raise
 
     def _fill(self, choice: _Choice, moved: list[tuple[Tensor, Tensor]], by_head: list[Slabs]) -> None:
         """Put K and V [Hkv, N, D] of what was chosen in each layer into runs, and have the sequence keep these."""

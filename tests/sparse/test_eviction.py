@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from pkgutil import resolve_name
 from types import SimpleNamespace
 
 import numpy as np
@@ -316,6 +317,50 @@ class TestUnseen:
         dense = run(engine, drain, {"d": (PROMPT, params(), None)})["d"]
         assert dense.cached_tokens == 36
         assert dense.samples[0].token_ids == alone(engine_for(model), drain, None).token_ids
+
+
+FAILING = {
+    "deciding": ("octavo.sparse.eviction._Eviction.keep", 1),
+    "deciding_for_another": ("octavo.sparse.eviction._Eviction.keep", 2),
+    "deciding_again": ("octavo.sparse.eviction._Eviction.keep", 5),
+    "reading": ("octavo.core.compression.sequence_context.SequenceContext.gathered", 2),
+    "making_room": ("octavo.core.scheduler.Scheduler.make_room", 1),
+    "making_room_again": ("octavo.core.scheduler.Scheduler.make_room", 3),
+    "writing": ("octavo.core.compression.compaction.Compaction._write", 2),
+    "publishing": ("octavo.core.execution.publisher.Publisher.publish", 1),
+}
+
+
+@pytest.mark.parametrize("unseen", [0, 9])
+@pytest.mark.parametrize("case", FAILING)
+def test_a_compression_that_fails_is_made_again(case, unseen, model, engine_for, drain, assert_idle, monkeypatch):
+    """Of one of two requests, at any of its stages, as Ctrl-C and a full memory may end it, also where the question is
+    still to be computed."""
+    asked = {name: (prompt, params(), evicting("h2o")) for name, prompt in (("a", PROMPT), ("b", OTHER))}
+    expected = run(engine_for(model), drain, asked, unseen_tokens=unseen)
+    engine = engine_for(model)
+    for name, (prompt, sampling, chosen) in asked.items():
+        engine.submit(prompt, sampling, method=chosen, request_id=name, unseen_tokens=unseen)
+    where, call = FAILING[case]
+    owner, name = resolve_name(where.rpartition(".")[0]), where.rpartition(".")[2]
+    works, calls = getattr(owner, name), []
+
+    def fail_once(*args):
+        calls.append(args)
+        if len(calls) == call:
+            raise KeyboardInterrupt
+        return works(*args)
+
+    monkeypatch.setattr(owner, name, fail_once)
+    with pytest.raises(KeyboardInterrupt):
+        while True:
+            engine.step()
+    engine.check()
+    done = drain(engine).completions
+    assert {name: done[name].samples[0].token_ids for name in done} == {
+        name: expected[name].samples[0].token_ids for name in asked
+    }
+    assert_idle(engine)
 
 
 @pytest.mark.parametrize("name", ["snapkv", "expected_attention"])

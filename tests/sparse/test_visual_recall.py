@@ -211,7 +211,7 @@ def test_a_step_that_ends_where_pages_have_frames_and_have_not_come(call, hostin
 
 
 @pytest.mark.parametrize("unseen", [0, 3])
-@pytest.mark.parametrize("where", ["_write", "_digests", "_kept"])
+@pytest.mark.parametrize("where", ["_let_go", "_write", "_digests", "_kept"])
 def test_a_compression_that_fails_is_made_again(where, unseen, hosting, drain, monkeypatch):
     """Runs that were taken, and pins, are given back."""
     single = alone(hosting(), drain, recalling(), unseen_tokens=unseen)
