@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 
 import numpy as np
 import torch
@@ -46,9 +46,9 @@ class DeviceTables:
             heappush(self._free, self._rows.pop(sequence))
         for sequence in running:
             if sequence not in self._rows:
+                if self.unit_pos is not None:  # first, for it may fail
+                    self.unit_pos[self._free[0]] = self._logical(sequence.layout.unit_tokens)
                 self._rows[sequence] = heappop(self._free)
-                if self.unit_pos is not None:
-                    self.unit_pos[self._rows[sequence]] = self._logical(sequence.layout.unit_tokens)
                 for table in sequence.tables:
                     table.stale_from = 0
 
@@ -155,13 +155,9 @@ class DeviceTables:
 
     def close_gaps(self) -> list[tuple[int, int]]:
         """Move the last rows in use into free ones before them; what was moved, (from, to)."""
-        moves = []
-        for sequence, row in sorted(self._rows.items(), key=lambda item: -item[1]):
-            if not self._free or self._free[0] > row:
-                break
-            self._rows[sequence] = heappop(self._free)
-            heappush(self._free, row)
-            moves.append((row, self._rows[sequence]))
+        used, free = sorted(self._rows.items(), key=lambda item: -item[1]), sorted(self._free)
+        moved = [(sequence, row, to) for (sequence, row), to in zip(used, free, strict=False) if to < row]
+        moves = [(row, to) for _, row, to in moved]
         if moves:
             source, target = (
                 upload(np.array(side, np.int64), self.entries.device) for side in zip(*moves, strict=True)
@@ -169,4 +165,8 @@ class DeviceTables:
             self.entries[:, target] = self.entries[:, source]
             if self.unit_pos is not None:
                 self.unit_pos[target] = self.unit_pos[source]
+        for sequence, row, to in moved:  # only now: a move that failed is made again
+            self._rows[sequence] = to
+            self._free[self._free.index(to)] = row
+        heapify(self._free)
         return moves

@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from octavo.core import SamplingParams
+from octavo.core.execution import device_tables
+from octavo.core.execution.device_tables import DeviceTables
 from octavo.core.sequence import Sequence
 from octavo.core.serving.requests import new_request
 from octavo.scripts.build import method
@@ -77,6 +79,34 @@ def test_a_step_that_fails_is_made_again(damage, steps, t_model, engine_for, dra
     engine.check()
     drained = drain(engine)
     assert {name: drained.completions[name].samples[0].token_ids for name in prompts} == expected
+    assert_idle(engine)
+
+
+def test_a_row_that_could_not_be_moved_is_moved_again(t_model, engine_for, drain, assert_idle, monkeypatch):
+    """Replayed steps take the lowest rows, so those of who came last move when the first ones end."""
+    lengths = {"a": 4, "b": 9, "c": 12}
+    params = {name: SamplingParams(max_tokens=new, ignore_eos=True) for name, new in lengths.items()}
+    expected = {
+        name: engine_for(t_model).generate([tokens(11, new)], params[name])[0].samples[0].token_ids
+        for name, new in lengths.items()
+    }
+    engine, close_gaps = engine_for(t_model, execution="graph"), DeviceTables.close_gaps
+    broken = once(device_tables.upload, MemoryError("copy"))
+
+    def close(self):
+        with monkeypatch.context() as patch:
+            patch.setattr(device_tables, "upload", broken)
+            return close_gaps(self)
+
+    monkeypatch.setattr(DeviceTables, "close_gaps", close)
+    for name, new in lengths.items():
+        engine.submit(tokens(11, new), params[name], request_id=name)
+    done = {}
+    with pytest.raises(MemoryError):
+        while True:
+            done |= {out.request_id: out.completion for out in engine.step() if out.completion}
+    done |= drain(engine).completions
+    assert {name: done[name].samples[0].token_ids for name in lengths} == expected
     assert_idle(engine)
 
 
