@@ -29,13 +29,15 @@ from octavo.kernels.layout import pack_entries
 @dataclass(frozen=True)
 class _Leaving:
     """n pages, ``first`` onwards of a row: their first units on the device, their ids in the host tier, and where their
-    runs in layers that read everything go, int32 [n, W, K] in units of one layer."""
+    runs in layers that read everything go, int32 [n, W, K] in units of one layer. ``frames`` int32 [F, slices, K] are
+    the row's, with the first of its pages that leave."""
 
     row: int
     first: int
     pages: Pages
     host_pages: list[int]
     whole: NDArray[np.int32]
+    frames: NDArray[np.int32] | None
 
 
 class HostedPages:
@@ -129,13 +131,17 @@ class HostedPages:
         held = 0 if shelf is None else shelf.whole.n_pages
         got = self._room(sequence, first, last, frames + self._whole_pages(last) - held) if worth else None
         if got is None:
-            for page in reversed(taken):
-                self._host.unpin(page)
+            self._unpin(taken)
             return
-        if shelf is None:
-            shelf = sequence.shelf = self._open()
-            shelf.frames.append(got[:frames])
-            self._set(self.frame_units, (shelf.row,), self._units(got[:frames]))
+        try:
+            self._widen(last)
+            shelf = self._open() if shelf is None else shelf
+        except BaseException:  # the device has no room for maps
+            self._pool.release(got)
+            self._unpin(taken)
+            raise
+        sequence.shelf = shelf
+        shelf.frames.append(got[:frames])
         shelf.whole.append(got[frames:])
         shelf.pages += taken
         self._leave(sequence, shelf, first, last)
@@ -154,6 +160,8 @@ class HostedPages:
         In the order of the offers: what one lets go of may be another's frame already."""
         for leaving in self._leaving:
             where = leaving.row, slice(leaving.first, leaving.first + len(leaving.pages))
+            if leaving.frames is not None:
+                self._set(self.frame_units, (leaving.row,), leaving.frames)
             if self._digests is not None:  # first: where the pages are, runs and frames may be soon
                 self._keep_digests(leaving)
                 rows = np.array(leaving.host_pages, np.int64) + self._digests.host_rows
@@ -255,13 +263,20 @@ class HostedPages:
             self._host.pin(node.host[0])
         return taken
 
+    def _unpin(self, taken: list[int]) -> None:
+        for page in reversed(taken):
+            self._host.unpin(page)
+
     def _open(self) -> Shelf:
         row = self.sets.open()
-        missing = row + 1 - len(self.count)
-        if missing > 0:
+        try:
             for name in ("count", "host_units", "frame_units", "whole_entries", "digest_rows"):
                 tensor = getattr(self, name)
-                setattr(self, name, torch.cat([tensor, tensor.new_zeros((missing, *tensor.shape[1:]))]))
+                if missing := max(0, row + 1 - len(tensor)):
+                    setattr(self, name, torch.cat([tensor, tensor.new_zeros((missing, *tensor.shape[1:]))]))
+        except BaseException:
+            self.sets.close(row)
+            raise
         return Shelf(self._host, self._pool, self._group.slices, row, self._close)
 
     def _close(self, row: int) -> None:
@@ -292,8 +307,8 @@ class HostedPages:
         page, at = np.divmod(index, layers * self._group.slices)
         units = self._units(shelf.whole.pages())
         whole = units[page, at // layers] * layers + (at % layers)[..., None] if wide else units[:0]
-        self._leaving.append(_Leaving(shelf.row, first, pages, host_pages, whole.astype(np.int32)))
-        self._widen(last)
+        frames = None if first else self._units(shelf.frames.pages())
+        self._leaving.append(_Leaving(shelf.row, first, pages, host_pages, whole.astype(np.int32), frames))
         sequence.table.drop_before(last)
         self._pool.unchain(sequence.table.held)
 
@@ -341,10 +356,10 @@ class HostedPages:
         if missing <= 0:
             return
         missing = max(missing, pages // 4)
+        self.sets.widen(self.digest_rows.shape[1] + missing)
         self.host_units = torch.nn.functional.pad(self.host_units, (0, 0, 0, 0, 0, missing))
         self.whole_entries = torch.nn.functional.pad(self.whole_entries, (0, missing * self._page_units))
-        self.digest_rows = torch.nn.functional.pad(self.digest_rows, (0, missing))
-        self.sets.widen(self.digest_rows.shape[1])
+        self.digest_rows = torch.nn.functional.pad(self.digest_rows, (0, missing))  # the last: its width is that of all
 
     def _set(self, tensor: Tensor, where: tuple[int | slice, ...], values: NDArray[np.integer]) -> None:
         tensor[where] = upload(np.ascontiguousarray(values), tensor.device)

@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 
@@ -498,6 +499,44 @@ class TestLife:
             engine.check()
             expected = one(engine_for(model), drain, chosen)
             assert drain(engine).completions["a"].samples[0].token_ids == expected.token_ids
+
+    @pytest.mark.parametrize("grown", ["host_units", "frame_units", "digest_rows", "sets"])
+    def test_maps_that_could_not_grow_grow_again(
+        self, grown, model, engine_for, hosted_engine, drain, monkeypatch, assert_nothing_pinned
+    ):
+        """Rows come with sequences and columns with pages. What had been taken for the pages that leave is given back,
+        and those that are away already stay."""
+        chosen, long = make("quest"), params(max_tokens=40)
+        asked = {"a": (PROMPT[:50], long, hosted(chosen)), "b": (PROMPT[::-1], long, hosted(chosen))}
+        expected = run(engine_for(model), drain, {name: (*one[:2], chosen) for name, one in asked.items()})
+        engine, failed = hosted_engine(model, step_tokens=60), []
+        hold = {"cat": torch.cat, "pad": torch.nn.functional.pad}
+
+        def fails_once(name):
+            def grow(tensor, *args, **kwargs):
+                one = tensor[0] if isinstance(tensor, list) else tensor
+                hosts = [*engine._runner.hosted.values()]
+                of = next((h.sets.frame_of if grown == "sets" else getattr(h, grown) for h in hosts), None)
+                if one is of and name not in failed:
+                    failed.append(name)
+                    raise MemoryError("no")
+                return hold[name](tensor, *args, **kwargs)
+
+            return grow
+
+        monkeypatch.setattr(torch, "cat", fails_once("cat"))
+        monkeypatch.setattr(torch.nn.functional, "pad", fails_once("pad"))
+        for name, (prompt, sampling, one) in asked.items():
+            engine.submit(prompt, sampling, method=one, request_id=name)
+        done = {}
+        while engine.has_work():
+            with suppress(MemoryError):
+                done |= {out.request_id: out.completion for out in engine.step() if out.completion}
+            engine.check()
+        assert sorted(failed) == (["cat"] if grown == "frame_units" else ["cat", "pad"])
+        for name in asked:
+            assert done[name].samples[0].token_ids == expected[name].samples[0].token_ids
+        assert_nothing_pinned(engine)
 
     @pytest.mark.parametrize("prefetch", PREFETCHES)
     @pytest.mark.parametrize("call", [0, 3, 10])
