@@ -9,6 +9,7 @@ from torch.nn.functional import one_hot
 
 from octavo.core.interfaces import PageView
 from octavo.sparse.budgets import Uniform
+from octavo.sparse.checks import check_number
 from octavo.sparse.ranking import kept_first
 
 
@@ -26,8 +27,7 @@ class AdaHeads(Uniform):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.floor <= 1:
-            raise ValueError(f"budget.floor must be a share of the budget, 0 to 1, got {self.floor!r}")
+        check_number("budget.floor", self.floor, 0, 1)
 
     def _floor(self, pages: int) -> int:
         """Pages that a head gets for sure; the open one is always read."""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from octavo.core.compression.interfaces import Context, LayerContext, TokenScorer
-from octavo.sparse.checks import check_integer
+from octavo.sparse.checks import check_integer, check_number
 from octavo.sparse.token_scores import Rated
 
 EPSILON = 1e-4
@@ -32,8 +32,7 @@ class OutputNorm(Rated):
 
     def __post_init__(self) -> None:
         check_integer("scorer.budget_tokens", self.budget_tokens, 1)
-        if not 0 <= self.first_share <= 1:
-            raise ValueError(f"scorer.first_share must be a share of the budget, 0 to 1, got {self.first_share!r}")
+        check_number("scorer.first_share", self.first_share, 0, 1)
 
     @property
     def window(self) -> int:  # type: ignore[override]

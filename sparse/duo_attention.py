@@ -46,7 +46,7 @@ class DuoAttention(ReadsKept):
             raise ValueError(f"{self.name}: retrieval_share must be 0 to 1, got {self.retrieval_share!r}")
         if self.placement not in ("drop", "visible"):
             raise ValueError(f"{self.name}: placement must be 'drop' or 'visible', got {self.placement!r}")
-        if self.file is not None and not Path(self.file).is_file():
+        if self.file is not None and not Path(str(self.file)).is_file():
             raise ValueError(f"{self.name}: file={self.file}: no such file of gates")
 
     @property

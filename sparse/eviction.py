@@ -26,7 +26,7 @@ from octavo.core.interfaces import (
     TokenSelection,
 )
 from octavo.sparse.budgets import JointBudget
-from octavo.sparse.checks import check_integer
+from octavo.sparse.checks import check_integer, layer_numbers
 from octavo.sparse.keep import Keep
 from octavo.sparse.method import Method
 from octavo.sparse.selectors import TopK
@@ -140,7 +140,7 @@ class Evicting(ReadsKept):
     choosing: Choosing | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "dense_layers", tuple(self.dense_layers))
+        object.__setattr__(self, "dense_layers", layer_numbers(f"{self.name}: dense_layers", self.dense_layers))
         check_integer("every", self.every, 0)
         if self.grain not in ("token", "page"):
             raise ValueError(f"{self.name}: grain must be 'token' or 'page', got {self.grain!r}")

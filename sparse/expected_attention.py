@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from octavo.core.compression.interfaces import Context, LayerContext
-from octavo.sparse.checks import check_integer
+from octavo.sparse.checks import check_integer, check_number
 from octavo.sparse.ranking import grouped
 from octavo.sparse.token_scores import Rated
 
@@ -37,6 +37,7 @@ class ExpectedAttention(Rated):
     def __post_init__(self) -> None:
         check_integer("scorer.window", self.window, 2)
         check_integer("scorer.future_tokens", self.future_tokens, 1)
+        check_number("scorer.epsilon", self.epsilon, 0)
         check_integer("scorer.sink_tokens", self.sink_tokens, 0)
 
     def score(self, layer: LayerContext, context: Context) -> Tensor:

@@ -24,6 +24,7 @@ from octavo.core.interfaces import (
     TokenSelection,
 )
 from octavo.sparse.budgets import JointBudget
+from octavo.sparse.checks import layer_numbers
 from octavo.sparse.host_placement import Host
 from octavo.sparse.keep import Keep
 from octavo.sparse.placements import Resident
@@ -63,10 +64,7 @@ class Method:
 
     def __post_init__(self) -> None:
         for name in ("dense_layers", "choosing_layers"):
-            layers = tuple(getattr(self, name))
-            object.__setattr__(self, name, layers)
-            if any(isinstance(layer, bool) or not isinstance(layer, int) for layer in layers):
-                raise ValueError(f"{self.name}: {name} must be layer numbers, got {list(layers)}")
+            object.__setattr__(self, name, layer_numbers(f"{self.name}: {name}", getattr(self, name)))
 
     @cached_property
     def provenance(self) -> str:

@@ -24,7 +24,7 @@ from octavo.core.interfaces import (
     QueryBlocks,
     Selection,
 )
-from octavo.sparse.checks import check_integer, check_share
+from octavo.sparse.checks import check_integer, check_share, layer_numbers
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Pattern:
 
     def __post_init__(self) -> None:
         check_integer("prefill.block_tokens", self.block_tokens, 2)
-        object.__setattr__(self, "dense_layers", tuple(self.dense_layers))
+        object.__setattr__(self, "dense_layers", layer_numbers("prefill.dense_layers", self.dense_layers))
 
     @property
     def provenance(self) -> str:

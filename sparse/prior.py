@@ -1,6 +1,7 @@
 """Priors: what a request knows of its own tokens joins what a scorer says of pages."""
 
 from dataclasses import dataclass
+from math import inf
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ class Favoured:
 
     def __post_init__(self) -> None:
         check_share("prior.share", self.share)
-        if isinstance(self.weight, bool) or not isinstance(self.weight, int | float) or not self.weight > 0:
+        if isinstance(self.weight, bool) or not isinstance(self.weight, int | float) or not 0 < self.weight < inf:
             raise ValueError(f"prior.weight must be a number above 0, got {self.weight!r}")
 
     def favour(self, scores: Tensor, budget: Tensor, keep: Tensor, pages: PageView) -> Tensor:

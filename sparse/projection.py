@@ -42,7 +42,7 @@ class Projection(Digested, Scored):
     """Of the files that may be used, so that pages shaped with others have another provenance."""
 
     def __post_init__(self) -> None:
-        if self.file is not None and not Path(self.file).is_file():
+        if self.file is not None and not Path(str(self.file)).is_file():
             raise ValueError(f"digest.file={self.file}: no such calibration file")
         object.__setattr__(self, "checksum", self._checksum())
 

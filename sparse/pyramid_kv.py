@@ -30,8 +30,7 @@ class Pyramid(Uniform):
         check_integer("budget.slope", self.slope, 1)
         if not 0 <= self.kept_tokens <= self.tokens:
             raise ValueError(f"budget.kept_tokens={self.kept_tokens} must be 0 to budget.tokens={self.tokens}")
-        if self.first_layer < 0:
-            raise ValueError(f"budget.first_layer must be at least 0, got {self.first_layer}")
+        check_integer("budget.first_layer", self.first_layer, 0)
 
     def pages(self, layer: int, layers: int, page_tokens: int) -> int:
         spread = self.tokens - self.kept_tokens

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import max_pool1d, normalize
 
 from octavo.core.compression.interfaces import Context, LayerContext
-from octavo.sparse.checks import check_integer
+from octavo.sparse.checks import check_integer, check_number
 from octavo.sparse.ranking import grouped
 from octavo.sparse.token_scores import Rated
 
@@ -36,8 +36,8 @@ class ImportantAndDistinct(Rated):
         check_integer("scorer.kernel", self.kernel, 1)
         if self.kernel % 2 == 0:
             raise ValueError(f"scorer.kernel={self.kernel} must be odd, so that a token is in the middle of its pool")
-        if not 0 <= self.weight <= 1:
-            raise ValueError(f"scorer.weight must be 0 to 1, got {self.weight!r}")
+        check_number("scorer.weight", self.weight, 0, 1)
+        check_number("scorer.threshold", self.threshold, -1, 1)
 
     def score(self, layer: LayerContext, context: Context) -> Tensor:
         exists = layer.positions >= 0

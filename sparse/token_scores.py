@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from octavo.core.compression.interfaces import Context, LayerContext
+from octavo.sparse.checks import check_integer
 
 
 class Rated:
@@ -54,6 +55,9 @@ class Drawn(Rated):
     layer, head, position), so that samples of a prompt keep the same, and a token that was kept once is kept again."""
 
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_integer("scorer.seed", self.seed, 0, (1 << 15) - 1)  # what is left of 64 bits
 
     def score(self, layer: LayerContext, context: Context) -> Tensor:
         heads = torch.arange(len(layer.positions), device=layer.positions.device)[:, None]

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from octavo.core.compression.interfaces import Context, Kept, LayerContext, Recalling, TokenScorer
 from octavo.core.interfaces import ModelSpec, SparseMethod
+from octavo.sparse.checks import layer_numbers
 from octavo.sparse.eviction import ReadsKept
 from octavo.sparse.visual_recall import Recall
 from octavo.sparse.visual_shares import Shares
@@ -51,7 +52,7 @@ class VisualEviction(ReadsKept):
     dense_layers: Sequence[int] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "dense_layers", tuple(self.dense_layers))
+        object.__setattr__(self, "dense_layers", layer_numbers(f"{self.name}: dense_layers", self.dense_layers))
         words = {"grain": ("token", "page"), "per": ("image", "prompt"), "placement": ("drop", "host", "visible")}
         for key, known in words.items():
             if (given := getattr(self, key)) not in known:

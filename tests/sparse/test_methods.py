@@ -1,6 +1,7 @@
 """The contract of every sparse method, on one table that is read from ``configs/sparse``."""
 
 import random
+import re
 from dataclasses import replace
 
 import pytest
@@ -324,6 +325,37 @@ def test_budgets_and_keeps_must_be_sensible(value):
         method("quest", budget_tokens=value)
     with pytest.raises(ValueError, match=r"sink_tokens must be an integer of at least 0, got -1"):
         method("quest", keep={"sink_tokens": -1})
+
+
+@pytest.mark.parametrize("value", ["", "x", 2, 1.5, True, [True], ["x"]])
+@pytest.mark.parametrize("name", ["quest", "snapkv", "visual_knorm", "xattention"])
+def test_layers_are_lists_of_numbers(name, value):
+    parts = {"prefill": {"dense_layers": value}} if name == "xattention" else {"dense_layers": value}
+    with pytest.raises(ValueError, match=r"dense_layers must be a list of layer numbers, as \[0, 1\], got"):
+        method(name, **parts)
+
+
+NO_NUMBERS = [float("nan"), float("inf"), "x", True, []]
+
+
+@pytest.mark.parametrize(
+    "name, part, setting, values",
+    [
+        ("ada_kv", "budget", "floor", [-0.1, 1.1, *NO_NUMBERS]),
+        ("criticalkv", "scorer", "first_share", [-0.1, 1.1, *NO_NUMBERS]),
+        ("expected_attention", "scorer", "epsilon", [-1, *NO_NUMBERS]),
+        ("pyramid_kv", "budget", "first_layer", [-1, 1.5, *NO_NUMBERS]),
+        ("quest_structure", "prior", "weight", [0, *NO_NUMBERS]),
+        ("r_kv", "scorer", "threshold", [-1.1, 1.1, *NO_NUMBERS]),
+        ("r_kv", "scorer", "weight", [-0.1, 1.1, *NO_NUMBERS]),
+        ("random_drop", "scorer", "seed", [-1, 1 << 15, 1.5, *NO_NUMBERS]),
+    ],
+)
+def test_numbers_of_parts_are_refused_when_the_method_is_made(name, part, setting, values):
+    """And not by the arithmetic of a step."""
+    for value in values:
+        with pytest.raises(ValueError, match=rf"{part}.{setting} must be an? .*, got {re.escape(repr(value))}"):
+            method(name, **{part: {setting: value}})
 
 
 @pytest.mark.parametrize("name", NAMES)
