@@ -7,6 +7,7 @@ import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
+from math import inf
 from typing import Any
 
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
@@ -27,9 +28,9 @@ def one_of(key: str, value: str, allowed: Sequence[str]) -> None:
 
 
 def at_least(key: str, value: float | None, low: int) -> None:
-    """Raises ConfigError unless ``value`` is None or at least ``low``."""
-    if value is not None and value < low:
-        raise ConfigError(f"{key}={value}: must be at least {low}")
+    """Raises ConfigError unless ``value`` is None or at least ``low``, and no infinity."""
+    if value is not None and not low <= value < inf:  # NaN is not
+        raise ConfigError(f"{key}={value}: must be at least {low}" + ("" if value < low else ", and finite"))
 
 
 def each_at_least(key: str, values: Iterable[int], low: int) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
@@ -126,8 +127,8 @@ class Structure(CodeCompletion):
         super().__post_init__()
         if "dense" in self.sparse.methods:
             raise ConfigError("sparse.methods lists dense, which chooses nothing; it runs besides in any case")
-        if not self.weight > 0:
-            raise ConfigError(f"weight={self.weight}: must be above 0")
+        if not 0 < self.weight < inf:
+            raise ConfigError(f"weight={self.weight}: must be above 0, and finite")
         if not 0 < self.share <= 1:
             raise ConfigError(f"share={self.share}: must be above 0 and at most 1")
 

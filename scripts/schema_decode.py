@@ -70,5 +70,5 @@ class BreakEven(Config):
             each_at_least(key, getattr(self, key), 1)
         at_least("new_tokens", self.new_tokens, 1)
         at_least("rounds", self.rounds, 1)
-        if self.gain <= 1:
+        if not self.gain > 1:  # NaN is not
             raise ConfigError(f"gain={self.gain}: must be above 1, as in gain=1.3 for 30 % more")

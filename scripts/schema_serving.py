@@ -78,5 +78,5 @@ class Latency(WithRivals):
         at_least("requests", self.requests, 1)
         at_least("long_prompt_tokens", self.long_prompt_tokens, 1)
         for key in ("ttft_limit_s", "itl_limit_s"):
-            if getattr(self, key) <= 0:
+            if not getattr(self, key) > 0:  # NaN is not
                 raise ConfigError(f"{key}={getattr(self, key)}: must be above 0")

@@ -22,6 +22,7 @@ def run(config: Generate, run: Run) -> None:
     with waiting(f"loading {config.model.path}"):
         model, tokenizer = build.load_model(config.model)
         engine = build.engine(config, model, tokenizer)
+        build.fit({config.method: method}, engine)
     engine.watch = PageWatch() if config.page_map else None
 
     start = time.perf_counter()

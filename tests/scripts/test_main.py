@@ -423,6 +423,22 @@ def test_a_full_disk_is_one_clear_message(octavo: Command, tiny: list[str], monk
     assert octavo(f"resume={first.folder}").metrics["complete"] is True
 
 
+@pytest.mark.parametrize(
+    "method, reason",
+    [
+        ("loki", "digest.file is not set, and this method needs calibration"),
+        ("tidal", "dense_layers [2, 13] are not among the 2 layers"),
+        ("visual_knorm", "rates the tokens of images, and this engine reads none"),
+    ],
+)
+def test_generate_refuses_a_method_that_cannot_serve_the_model(
+    method: str, reason: str, octavo: Command, tiny_model: Path
+) -> None:
+    outcome = octavo("experiment=generate", f"model.path={tiny_model}", "prompts=[hi]", f"method={method}")
+    assert outcome.code == 1 and "Traceback" not in outcome.err
+    assert f"method {method}: " in outcome.err and reason in outcome.err
+
+
 def test_generate_prints_and_refuses_one_bad_prompt(octavo: Command, tiny_model: Path, tmp_path: Path) -> None:
     (tmp_path / "more.txt").write_text("third\n\n" + "x" * 2000 + "\n")
     outcome: Outcome = octavo(

@@ -67,6 +67,17 @@ CASES = {
     "unknown device": ("model.device=foo model.path=.", "model.device=foo: "),
     "device of another kind": ("model.device=meta model.path=.", "model.device=meta: octavo runs on cpu and cuda"),
     "more samples than sequences": ("experiment=generate sampling.n=300", "sampling.n=300: more samples than run at"),
+    "a number that is none": (
+        "experiment=placements pool_requests=nan",
+        "pool_requests=nan: must be at least 1, and finite",
+    ),
+    "a number without end": (
+        "experiment=placements pool_requests=inf",
+        "pool_requests=inf: must be at least 1, and finite",
+    ),
+    "a bound that is no number": ("experiment=latency ttft_limit_s=nan", "ttft_limit_s=nan: must be above 0"),
+    "a gain that is no number": ("experiment=break_even gain=nan", "gain=nan: must be above 1"),
+    "a weight without end": ("experiment=structure weight=inf", "weight=inf: must be above 0, and finite"),
     "seed": ("seed=-1", "seed=-1: must be at least 0"),
     "budget": ("sparse.budget_tokens=0", "sparse.budget_tokens=0: must be at least 1"),
     "no value": ("model=local", "model.path has no value; give one with model.path="),
