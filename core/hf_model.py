@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from threading import RLock
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from octavo.core import interrupts
 from octavo.core.errors import UnsupportedModelError
-from octavo.core.execution.attention import octavo_attention
+from octavo.core.execution.attention import PagedStep, octavo_attention
 from octavo.core.execution.compiled import CompiledLayers
 from octavo.core.execution.foresight import Foresight
 from octavo.core.execution.joined_linears import JoinedLinears
@@ -23,6 +24,10 @@ from octavo.kernels.cpu import processor
 from octavo.kernels.cpu.linear import PackedLinears
 
 PROBE_TOKENS = 3
+
+_one_pass = RLock()
+"""Held around every forward pass. What is put up for one (an attention implementation, packed weights, hooks, who
+serves compiled attention) is the model's, or the process's, so passes of several threads take turns."""
 
 
 def load(path: str, dtype: str | torch.dtype, device: str) -> tuple[nn.Module, Any]:
@@ -72,7 +77,8 @@ class HFModel:
         self.device = next(model.parameters()).device
         self._config: Any = model.config
         self._configs = _attention_configs(model)
-        self._linears: PackedLinears | JoinedLinears = PackedLinears(model)
+        with _one_pass:
+            self._linears: PackedLinears | JoinedLinears = PackedLinears(model)
         self._compiled: CompiledLayers | None = None
         self._foresight: Foresight | None = None
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
@@ -120,10 +126,17 @@ class HFModel:
             return logits if self._keeps_logits or rows is None else logits[rows]
 
     @contextmanager
+    def foreseeing(self, step: PagedStep) -> Iterator[None]:
+        """Around ``forward``: the next layer's queries are foretold (``Foresight.used``)."""
+        with _one_pass, self.foresight().used(step):
+            yield
+
+    @contextmanager
     def _serving(self, step: AttentionStep) -> Iterator[None]:
         """Around a forward pass. Ctrl-C may end the pass, and not what is put up for it and taken down again."""
         plain = torch.autocast(self.device.type, enabled=False)  # the caller's autocast is not meant for octavo
         with ExitStack() as stack:
+            stack.enter_context(_one_pass)
             stack.enter_context(torch.inference_mode())
             stack.enter_context(plain)
             stack.enter_context(self._octavo_attention())

@@ -147,7 +147,7 @@ class StepRunner:
         embedded = self._items.placed(chunks)
         try:
             if any(group.foresees for group in step.decodes):  # which calls layers: the pass is not replayed in pieces
-                with self._model.foresight().used(step):
+                with self._model.foreseeing(step):
                     logits = self._model.forward(*inputs, embedded)
             elif self._pieces is not None and embedded is None and self._pieces.serves(len(ids), len(rows)):
                 logits = self._pieces.forward(*inputs)

@@ -1,7 +1,9 @@
 """What goes wrong in the middle of a step: nothing is lost, nothing is wrong afterwards."""
 
 import random
+import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -167,6 +169,29 @@ def test_one_thread_at_a_time(t_model, engine_for):
     engine._runner.run = slow
     engine.step()
     assert seen == ["refused"]
+
+
+@pytest.mark.parametrize("execution", ["eager", "graph"])
+@pytest.mark.parametrize("models", [(0, 1), (0, 0)], ids=["two_models", "one_model"])
+def test_engines_of_several_threads(models, execution, make_llama, engine_for):
+    """Their passes take turns: what is put up for one is not taken down by another."""
+    made = [make_llama(seed=seed) for seed in set(models)]
+    prompts = [tokens(9, seed) for seed in range(3)]
+
+    def generate(model):
+        engine = engine_for(model, backend="cpu", execution=execution)
+        return [[c.samples[0].token_ids for c in engine.generate(prompts, SamplingParams(**GREEDY))] for _ in range(4)]
+
+    expected = [generate(made[model]) for model in models]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(len(models)) as threads:
+            found = list(threads.map(generate, [made[model] for model in models]))
+    finally:
+        sys.setswitchinterval(interval)
+    assert found == expected
+    assert all(model.config._attn_implementation != "octavo" for model in made)
 
 
 def test_the_callers_autocast_does_not_reach_the_model(t_model, engine_for):

@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
@@ -232,6 +233,16 @@ class TestLookingAhead:
             results.append({i: completion.samples[0].token_ids for i, completion in done.items()})
         assert results[0] == results[1]
         assert done["a"].samples[0].prefetched_read > 0 == done["b"].samples[0].pages_prefetched
+
+    def test_engines_of_two_threads(self, model, engine_for, hosted_engine, drain):
+        """Hooks of one engine's pass see no pass of another's."""
+        chosen = make("quest")
+        expected = one(engine_for(model), drain, chosen, logprobs=None).token_ids
+        engines = [hosted_engine(model) for _ in range(2)]
+        ahead = hosted(chosen, prefetch="next_query")
+        with ThreadPoolExecutor(2) as threads:
+            found = list(threads.map(lambda engine: one(engine, drain, ahead, logprobs=None).token_ids, engines))
+        assert found == [expected] * 2
 
     def test_layers_in_no_list(self, model, hosted_engine, monkeypatch):
         engine = hosted_engine(model)
