@@ -30,9 +30,6 @@ class Frames:
         count, device = recallable.frames, recallable.valid.device
         layers, heads, pages = recallable.is_kept.shape
         self.table = BlockTable(pool, slices)
-        self.table.append(pool.allocate(count, recallable.units * slices))
-        units = pool.units_of(self.table.pages(), recallable.units * slices)
-        self.units = upload(np.ascontiguousarray(units.reshape(1, count, slices, recallable.units)), device)
         self.sets = recallable.recall.sets(count, layers, heads, device)
         row = self.sets.open()
         self.sets.widen(pages)
@@ -40,6 +37,13 @@ class Frames:
         self.calls = CapturedCalls(device)
         self.ahead = CopiesAhead(device)
         self._pages = pages
+        self.table.append(pool.allocate(count, recallable.units * slices))
+        units = pool.units_of(self.table.pages(), recallable.units * slices)
+        try:
+            self.units = upload(np.ascontiguousarray(units.reshape(1, count, slices, recallable.units)), device)
+        except BaseException:  # nobody holds them yet
+            self.table.release()
+            raise
 
     def forget(self) -> None:
         """What was about to come has not, perhaps."""

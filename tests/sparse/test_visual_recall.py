@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from octavo.core.compression import recall_step
+from octavo.core.compression import frames, recall_step
 from octavo.core.compression.compaction import Compaction
 from octavo.core.scheduler import StepPlan
 from octavo.kernels.layout import entry_units, entry_valid
@@ -227,6 +227,26 @@ def test_a_compression_that_fails_is_made_again(where, unseen, hosting, drain, m
             engine.step()
         engine.check()
         assert not engine._host.pins and not len(engine._compaction.split.units)
+    equal(drain(engine).completions["a"].samples[0], single)
+    idle(engine)
+
+
+@pytest.mark.parametrize("where", ["upload", "CopiesAhead"])
+def test_frames_that_the_device_has_no_room_for(where, hosting, drain, monkeypatch):
+    """No page is lost when they cannot be made, at any stage, and they are made with the next step."""
+    single = alone(hosting(), drain, recalling())
+    engine = hosting()
+    engine.submit(PROMPT, params(), method=recalling(), request_id="a")
+    with monkeypatch.context() as patch:
+
+        def fail(*_):
+            raise MemoryError("no")
+
+        patch.setattr(frames, where, fail)
+        with pytest.raises(MemoryError):
+            for _ in range(3):
+                engine.step()
+        engine.check()
     equal(drain(engine).completions["a"].samples[0], single)
     idle(engine)
 
