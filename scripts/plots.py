@@ -16,6 +16,8 @@ Row = Mapping[str, Any]
 LENGTH_EDGES = (0, 2000, 4000, 7500, 1 << 30)
 """Context lengths, in tokens, that ``by_length`` tells apart."""
 
+MARKERS = "osD^v"
+
 
 def pareto(rows: Sequence[Row], quality: str = "edit_similarity") -> Figure:
     """Quality against the bytes that a decoded token reads, what was read to choose included."""
@@ -36,31 +38,43 @@ def pareto(rows: Sequence[Row], quality: str = "edit_similarity") -> Figure:
 
 
 def by_level(rows: Sequence[Row], quality: str) -> Figure:
-    """Quality against the bytes that a decoded token reads, a line a composition over its levels. What ``oracle`` reads
-    to choose is left out, so that it is a bar (dashed); dense is a line over all bytes."""
-    figure = Figure(figsize=(9, 5.5), layout="constrained")
-    axes = figure.add_subplot()
+    """Quality against the bytes that a decoded token reads, a line a composition over its levels, and beside it
+    perplexity, where there is one: it tells methods apart on fewer items. What ``oracle`` reads to choose is left out,
+    so that it is a bar (dashed); dense is a line over all bytes."""
     shown = [row for row in rows if row["kv_bytes_per_token"] is not None]
-    for number, name in enumerate(dict.fromkeys(row["composition"] for row in shown)):
-        own = [row for row in shown if row["composition"] == name]
+    measures = [key for key in (quality, "perplexity") if shown and all(row.get(key) is not None for row in shown)]
+    figure = Figure(figsize=(3 + 5.5 * len(measures), 5.5), layout="constrained")
+    panels = figure.subplots(1, len(measures), squeeze=False)[0]
+    for axes, key in zip(panels, measures, strict=True):
+        _levels(axes, shown, key)
+        axes.set_xlabel("MB read a decoded token (K, V and what is read to choose)")
+        axes.set_xlim(left=0)
+        axes.grid(alpha=0.3)
+    panels[0].set_ylabel(f"{quality.replace('_', ' ')} (points, 95 % interval)")
+    if measures[1:]:
+        panels[1].set_yscale("log")
+        panels[1].set_ylabel("perplexity (95 % interval)")
+    panels[-1].legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=8)
+    return figure
+
+
+def _levels(axes: Axes, rows: Sequence[Row], key: str) -> None:
+    """Lines of ``by_level`` for one measure. More than ten compositions share colours, and not their markers."""
+    for number, name in enumerate(dict.fromkeys(row["composition"] for row in rows)):
+        own = [row for row in rows if row["composition"] == name]
         bar = name in ("oracle", "random")
         choosing = 0 if name == "oracle" else 1
         places = [(row["kv_bytes_per_token"] + choosing * row["digest_bytes_per_token"]) / 1e6 for row in own]
-        values = [row[quality] for row in own]
+        values = [row[key] for row in own]
         if "level_percent" not in own[0]:
             axes.axhline(values[0], color="0.4", linewidth=1, label=name)
             continue
-        ends = [row.get(f"{quality}_ci") or (row[quality], row[quality]) for row in own]
-        error = [[v - low for v, (low, _) in zip(values, ends, strict=True)]]
-        error.append([high - v for v, (_, high) in zip(values, ends, strict=True)])
-        style = {"fmt": "--" if bar else "o-", "color": "black" if bar else f"C{number % 10}", "capsize": 2}
-        axes.errorbar(places, values, yerr=error, label=name, alpha=0.8, markersize=4, **style)
-    axes.set_xlabel("MB read a decoded token (K, V and what is read to choose)")
-    axes.set_ylabel(f"{quality.replace('_', ' ')} (points, 95 % interval)")
-    axes.set_xlim(left=0)
-    axes.grid(alpha=0.3)
-    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=8)
-    return figure
+        colour = "black" if bar else f"C{number % 10}"
+        ends = [row.get(f"{key}_ci") or (row[key], row[key]) for row in own]
+        axes.vlines(places, *zip(*ends, strict=True), color=colour, alpha=0.25, linewidth=1)
+        marker = "x" if name == "random" else "+" if bar else MARKERS[number // 10 % len(MARKERS)]
+        line = "--" if bar else "-"
+        axes.plot(places, values, line, marker=marker, color=colour, label=name, alpha=0.8, markersize=5, linewidth=1)
 
 
 def by_length(samples: Sequence[Row], methods: Sequence[str], quality: str = "edit_similarity") -> Figure:
