@@ -369,7 +369,8 @@ def fit(methods: Mapping[str, SparseMethod | None], engine: Engine) -> None:
             if method is not None:
                 validate_method(method, engine)
         except ValueError as error:
-            raise ConfigError(f"method {name}: {error}") from error
+            reason = str(error).removeprefix(f"{name}: ")  # a method says its name, where others do not
+            raise ConfigError(f"method {name}: {reason}") from error
         layers = getattr(method, "sparse_layers", None)
         if layers is not None and not layers(engine.spec):
             _say_idle(name, tuple(method.dense_layers), engine.spec)  # type: ignore[union-attr]

@@ -69,11 +69,16 @@ def unknown_key(key: str, schema: type, root: type, others: Mapping[str, type]) 
     elif near:
         hint = f"did you mean {'.'.join(filter(None, [prefix, near[0]]))!r}? "
     elif owners:
-        hint = f"it belongs to experiment={owners[0]}; "
+        hint = f"it belongs to experiment={_listed(owners)}; "
     else:
         hint = ""
     where = f"keys of {prefix}" if prefix else "keys"
     return ConfigError(f"unknown key {key!r}; {hint}{where}: {', '.join(siblings)}")
+
+
+def _listed(names: Sequence[str]) -> str:
+    """a; a or b; a, b or c."""
+    return " or ".join(part for part in (", ".join(names[:-1]), names[-1]) if part)
 
 
 def explain(error: BaseException, root: type, others: Mapping[str, type]) -> str | None:
@@ -92,7 +97,7 @@ def explain(error: BaseException, root: type, others: Mapping[str, type]) -> str
             schema = cause.object_type if dataclasses.is_dataclass(cause.object_type) else root
             return str(unknown_key(key, schema, root, others))
         if isinstance(cause, ValidationError) and cause.full_key:
-            return _wrong_type(cause)
+            return _no_weights(others) if _wants_weights(cause) else _wrong_type(cause)
         if isinstance(cause, YAMLError):
             return f"not valid YAML: {' '.join(str(cause).split())}"
     if isinstance(error, OverrideParseException):
@@ -138,6 +143,19 @@ def _missing_option(error: MissingConfigException) -> str:
     if not group:
         return str(error).split("\n\nConfig search path", 1)[0]
     return f"{group}={name}: unknown; {nearest(name, options)}one of: {', '.join(options)}"
+
+
+def _wants_weights(error: ValidationError) -> bool:
+    """Whether a model without a path was given where there must be one."""
+    return str(error.full_key) == "model.path" and "'None'" in str(error)
+
+
+def _no_weights(others: Mapping[str, type]) -> str:
+    takers = [name for name, schema in others.items() if "model.shape" in paths(schema)]
+    return (
+        "model.path: this experiment is about what a model says, and random weights say nothing; take model=smollm2, "
+        f"or model=local model.path=FOLDER. model=random is for experiment={_listed(takers)}"
+    )
 
 
 def _wrong_type(error: ValidationError) -> str:

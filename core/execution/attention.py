@@ -120,9 +120,9 @@ class DecodeGroup:
 
     @property
     def plain(self) -> bool:
-        """Whether it reads whole tables in stored order and nobody looks on."""
-        parts = (self.unit_pos, self.method, self.pages, self.kept, self.recall, self.lent, self.members, self.probe)
-        return all(part is None for part in parts)
+        """Whether it reads whole tables in stored order, each its own, and nobody looks on."""
+        parts = (self.unit_pos, self.runs, self.method, self.pages, self.kept, self.recall, self.lent, self.members)
+        return all(part is None for part in (*parts, self.probe))
 
     def units_read(self, kv: Tensor) -> Tensor:
         """Table entries that the kernels were given, over all layers and KV heads so far, int64 [b].

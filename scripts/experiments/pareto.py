@@ -92,7 +92,13 @@ def run(config: Pareto, run: Run) -> None:
     good = [sample for sample in run.samples if "error" not in sample]
     figures = {"pareto": plots.by_level(final, benchmark.quality)} | instruments.figures(good, list(levels))
     maps = [("all items, one after another", engine.watch)]
-    report.publish(run, config, final, plots=figures, notes=[*NOTES, *tools.probe_notes()], maps=maps)
+    notes = [*NOTES, *tools.probe_notes()]
+    if absent := sorted(levels.keys() - {row["method"] for row in final}):
+        notes.append(
+            "Not in the table, since they cannot read so little of any item (samples.jsonl says how much they do): "
+            f"{', '.join(absent)}."
+        )
+    report.publish(run, config, final, plots=figures, notes=notes, maps=maps)
 
 
 def named_levels(methods: Methods, levels: Sequence[float]) -> dict[str, tuple[SparseMethod | None, float]]:

@@ -166,6 +166,7 @@ def test_a_run_folder_holds_everything(octavo: Command, tiny: list[str]) -> None
     assert folder.is_absolute()
     assert sorted(entry.name for entry in folder.iterdir()) == [
         "config.yaml",
+        "methods.json",
         "metrics.json",
         "plots",
         "report.html",

@@ -83,6 +83,8 @@ def test_what_cannot_read_so_little_fails_and_says_so(octavo: Command, tiny_mode
     assert outcome.code == 0, outcome.err
     errors = [sample for sample in samples(outcome.folder) if "error" in sample]
     assert any(s["method"] == "quest 5 %" and "bytes are too few" in s["error"] for s in errors)
+    said = (outcome.folder / "report.html").read_text()
+    assert "Not in the table" in said and "quest 5 %" in said
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,8 @@ CASES = {
     "added key": ("+engine.page_tokns=16", "unknown key 'engine.page_tokns'; did you mean 'engine.page_tokens'?"),
     "deep added key": ("+task.max_new_token=3", "did you mean 'task.max_new_tokens'?"),
     "key of another experiment": ("prompts=[hi]", "it belongs to experiment=generate"),
+    "key of two others": ("method=quest", "it belongs to experiment=calibrate or generate"),
+    "a model without weights": ("model=random", "random weights say nothing; take model=smollm2, or model=local"),
     "misspelt option": (
         "tracking=oflfine",
         "tracking=oflfine: unknown; did you mean 'offline'? one of: off, offline, online",
