@@ -42,12 +42,14 @@ NEEDED_PARTS = ("scorer", "budget", "selector", "placement", "keep")
 DTYPES = {"auto": "auto", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 
-def check(config: Config) -> None:
-    """Build everything that needs no model, so that what cannot be built is refused before one is loaded.
+def check(config: Config) -> dict[str, SparseMethod | None]:
+    """Build everything that needs no model, so that what cannot be built is refused before one is loaded. Gives the
+    methods of the run by name.
 
     Raises:
         ConfigError: naming the key.
     """
+    made: dict[str, SparseMethod | None] = {}
     for part in dataclasses.fields(config):
         value = getattr(config, part.name)
         if isinstance(value, ModelSettings):
@@ -57,7 +59,7 @@ def check(config: Config) -> None:
         elif isinstance(value, SamplingSettings):
             sampling_params(value)
         elif isinstance(value, SparseSettings):
-            methods(value)
+            made |= methods(value)
     for name, changes in getattr(config, "features", {}).items():  # of image_benchmarks: settings of an engine each
         try:
             engine_config(dataclasses.replace(config.engine, **changes))
@@ -68,6 +70,7 @@ def check(config: Config) -> None:
         raise ConfigError(
             f"sampling.n={sampling.n}: more samples than run at once, engine.max_seqs={config.engine.max_seqs}"
         )
+    return made
 
 
 def check_device(key: str, device: str) -> None:

@@ -6,38 +6,36 @@ import dataclasses
 import hashlib
 import inspect
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from octavo.scripts import build
 from octavo.scripts.paths import resume_argument
 from octavo.scripts.refusal import ConfigError
-from octavo.scripts.schema_groups import Config, SparseSettings
+
+if TYPE_CHECKING:
+    from octavo.core.interfaces import SparseMethod
 
 FILE = "methods.json"
 
 
-def of(config: Config) -> dict[str, str]:
-    """Each method of a run by name: its parts with their parameters, and digests of the code of parts that are none of
+def of(methods: Mapping[str, SparseMethod | None]) -> dict[str, str]:
+    """Each method by name: its parts with their parameters, and digests of the code of parts that are none of
     octavo's."""
-    found = {}
-    for part in dataclasses.fields(config):
-        value = getattr(config, part.name)
-        if isinstance(value, SparseSettings):
-            for name, method in build.methods(value).items():
-                if method is not None:
-                    found[name] = "; ".join([method.provenance, *sorted(set(_foreign(method)))])
-    return found
+    return {
+        name: "; ".join([method.provenance, *sorted(set(_foreign(method)))])
+        for name, method in methods.items()
+        if method is not None
+    }
 
 
-def keep(config: Config, folder: Path, *, resumed: bool) -> None:
+def keep(methods: Mapping[str, SparseMethod | None], folder: Path, *, resumed: bool) -> None:
     """Write a new run's methods into its folder; see that those of one that goes on are still the same.
 
     Raises:
         ConfigError: one is not; the message has both compositions.
     """
-    now = of(config)
+    now = of(methods)
     if not resumed:
         (folder / FILE).write_text(json.dumps(now, indent=1) + "\n", "utf-8")
         return

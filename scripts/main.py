@@ -89,7 +89,7 @@ def _run(config: Config, folder: Path) -> None:
     from octavo.scripts import build, compositions, tracking
     from octavo.scripts.run import DiskFullError, Run
 
-    build.check(config)
+    methods = build.check(config)
     experiment = importlib.import_module(f"octavo.scripts.experiments.{config.experiment}").run
     try:
         run = Run.resume(folder, config) if config.resume else Run.create(folder, config)
@@ -101,7 +101,7 @@ def _run(config: Config, folder: Path) -> None:
         with _logged(folder / "run.log"), _terminable():
             run.tracker = tracking.start(config, folder, resumed=run.resumed)
             try:
-                compositions.keep(config, folder, resumed=run.resumed)
+                compositions.keep(methods, folder, resumed=run.resumed)
                 if not run.resumed:
                     run.write_rows([])
                 experiment(config, run)

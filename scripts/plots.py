@@ -29,10 +29,8 @@ def pareto(rows: Sequence[Row], quality: str = "edit_similarity") -> Figure:
         error = [[row[quality] - low], [high - row[quality]]]
         style = {"fmt": "o", "color": f"C{number}", "capsize": 3, "alpha": 0.9}
         axes.errorbar(megabytes, row[quality], yerr=error, label=row["method"], **style)
-    axes.set_xlabel("MB read a decoded token (K, V and what is read to choose)")
     axes.set_ylabel(f"{quality.replace('_', ' ')} (points, 95 % interval)")
-    axes.set_xlim(left=0)
-    axes.grid(alpha=0.3)
+    _over_bytes(axes)
     _legend(axes, len(rows))
     return figure
 
@@ -47,15 +45,19 @@ def by_level(rows: Sequence[Row], quality: str) -> Figure:
     panels = figure.subplots(1, len(measures), squeeze=False)[0]
     for axes, key in zip(panels, measures, strict=True):
         _levels(axes, shown, key)
-        axes.set_xlabel("MB read a decoded token (K, V and what is read to choose)")
-        axes.set_xlim(left=0)
-        axes.grid(alpha=0.3)
+        _over_bytes(axes)
     panels[0].set_ylabel(f"{quality.replace('_', ' ')} (points, 95 % interval)")
     if measures[1:]:
         panels[1].set_yscale("log")
         panels[1].set_ylabel("perplexity (95 % interval)")
     panels[-1].legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=8)
     return figure
+
+
+def _over_bytes(axes: Axes) -> None:
+    axes.set_xlabel("MB read a decoded token (K, V and what is read to choose)")
+    axes.set_xlim(left=0)
+    axes.grid(alpha=0.3)
 
 
 def _levels(axes: Axes, rows: Sequence[Row], key: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import groupby
 from typing import Any
 
@@ -184,14 +185,8 @@ class PagedStep:
     rotary: Rotary | None = None
     foretold: Foretold | None = None
 
-    def __post_init__(self) -> None:
-        self._calls: DecodeCalls | None = None
-        self._plain: bool | None = None
-
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, traits: LayerTraits) -> Tensor:
         place = self.plan.places[layer]
-        if self._plain is None:
-            self._plain = self._is_plain()
         if self._plain:
             out = self._attend_plain(layer, q, k, v, traits)
             if out is not None:
@@ -199,21 +194,26 @@ class PagedStep:
         ops.append(k, v, self.kv, place.unit_layer, self.slots[place.slice], self.backend)
         return self.read(layer, q, traits)
 
-    def _is_plain(self) -> bool:
+    @cached_property
+    def _plain(self) -> bool:
         """Whether the step is on a CPU's own kernels, and decodes whole tables and nothing else."""
         others = self.blocks or self.prefills or self.observed
         return self.backend == "cpu" and len(self.decodes) == 1 and self.decodes[0].plain and not others
 
+    @cached_property
+    def _calls(self) -> DecodeCalls:
+        """Of a plain step."""
+        (group,) = self.decodes
+        return DecodeCalls(self.kv, group.tables, self.slots, group.slots[0, :, 0], group.q_pos)
+
     def _attend_plain(self, layer: int, q: Tensor, k: Tensor, v: Tensor, traits: LayerTraits) -> Tensor | None:
         """The same for a plain step, in one call; None, with nothing done, where that cannot be made."""
-        place, group = self.plan.places[layer], self.decodes[0]
-        if self._calls is None:
-            self._calls = DecodeCalls(self.kv, group.tables, self.slots, group.slots[0, :, 0], group.q_pos)
+        place = self.plan.places[layer]
         out = self._calls.attend(
             place.unit_layer, place.slice, q, k, v, traits.sinks, traits.scale, traits.window, traits.softcap
         )
         if out is not None:
-            group.dense_windows[traits.window] += 1
+            self.decodes[0].dense_windows[traits.window] += 1
         return out
 
     def read(self, layer: int, q: Tensor, traits: LayerTraits) -> Tensor:
