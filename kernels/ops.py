@@ -20,7 +20,7 @@ from octavo.kernels.reference import backend as reference
 _KERNELS = {"reference": "torch", "cpu": "torch", "triton": "Triton"}
 """What runs an op of a backend, where there is nothing to choose."""
 _CHOOSES = {
-    ("decode", "cpu"), ("decode", "triton"), ("decode_shared", "cpu"), ("prefill", "cpu"), ("prefill", "triton"),
+    ("decode", "cpu"), ("decode", "triton"), ("append_decode", "cpu"), ("append_decode", "triton"), ("decode_shared", "cpu"), ("prefill", "cpu"), ("prefill", "triton"),
 }  # fmt: skip
 """Where there is, and the choice is logged by the one who makes it."""
 
@@ -94,6 +94,15 @@ decode = _register(
     _decode_fake,
     pool=1,
     facts=lambda q, *_: {"query_heads": q.shape[1]},
+)
+append_decode = _register(
+    "append_decode",
+    "Tensor q, Tensor k, Tensor v, Tensor(a!) pool, int layer, Tensor slots, Tensor table, Tensor lengths, "
+    "Tensor q_pos, Tensor? cos, Tensor? sin, Tensor? sinks, float scale, int window, float softcap, str backend) "
+    "-> Tensor",
+    lambda q, *_: torch.empty_like(q),
+    pool=3,
+    facts=lambda *args: {"query_heads": args[0].shape[1], "rotary": args[9] is not None},
 )
 prefill = _register(
     "prefill",

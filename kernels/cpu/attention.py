@@ -20,8 +20,10 @@ from torch import Tensor
 
 from octavo.kernels import log
 from octavo.kernels.cpu import native
+from octavo.kernels.cpu.pages import append
 from octavo.kernels.cpu.plan import plan_decode
 from octavo.kernels.layout import entry_units, entry_valid
+from octavo.kernels.reference.pages import rotated
 
 QUERY_BLOCK = 128
 """Queries of a prefill block: large enough for the matrix product, small enough for one head's scores to stay in
@@ -33,6 +35,30 @@ def decode(q: Tensor, pool: Tensor, *args, **named):  # type: ignore[no-untyped-
     if log.KERNELS:
         _say("decode", pool, done is not None, query_heads=q.shape[1], rows=len(q))
     return decode_gathered(q, pool, *args, **named) if done is None else done
+
+
+def append_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pool: Tensor,
+    layer: int,
+    slots: Tensor,
+    table: Tensor,
+    lengths: Tensor,
+    q_pos: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    sinks: Tensor | None,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> Tensor:
+    if cos is not None and sin is not None:
+        q, k = rotated(q, cos, sin).to(q.dtype), rotated(k, cos, sin)
+    append(k, v, pool, layer, slots)
+    out: Tensor = decode(q, pool, layer, table, lengths, q_pos, None, sinks, scale, window, softcap, False, False)[0]
+    return out
 
 
 def _say(op: str, pool: Tensor, compiled: bool, **facts: object) -> None:

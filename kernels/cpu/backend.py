@@ -1,6 +1,6 @@
 """The CPU backend: compiled C and packed matrix products where they are faster than the reference."""
 
-from octavo.kernels.cpu.attention import decode, prefill
+from octavo.kernels.cpu.attention import append_decode, decode, prefill
 from octavo.kernels.cpu.pages import append, append_fused, transfer
 from octavo.kernels.cpu.sampling import sample
 from octavo.kernels.cpu.select import page_score, page_topk
@@ -12,6 +12,7 @@ from octavo.kernels.reference.step import scatter_tokens, step_decode
 
 __all__ = [
     "append",
+    "append_decode",
     "append_fused",
     "copy_units",
     "decode",

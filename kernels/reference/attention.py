@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.layout import entry_units, entry_valid
+from octavo.kernels.reference.pages import append, rotated
 
 
 def decode(
@@ -67,6 +68,39 @@ def decode(
             if want_mass:
                 mass[b, head].index_add_(0, entry, probs.mean(0))
     return out, lse if want_lse else lse.new_empty(0), mass
+
+
+def append_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pool: Tensor,
+    layer: int,
+    slots: Tensor,
+    table: Tensor,
+    lengths: Tensor,
+    q_pos: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    sinks: Tensor | None,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> Tensor:
+    """``append`` of one token a sequence, and ``decode`` of its query, in stored order that is logical order.
+
+    Args:
+        q: [B, Hq, D]; k, v: [B, Hkv, D]; before RoPE if there is ``cos``.
+        slots: int64 [B], where K and V go: slot ``lengths - 1`` of each row's table, where nothing is read before. A
+            row of length 0 is padding: it gives 0, and whether its K and V are stored is left open.
+        cos, sin: [B, R] as for ``append_fused``; a backend may round turned queries once, to the pool's dtype.
+
+    Returns ``out [B, Hq, D]`` in q's dtype.
+    """
+    if cos is not None and sin is not None:
+        q, k = rotated(q, cos, sin).to(q.dtype), rotated(k, cos, sin)
+    append(k, v, pool, layer, slots)
+    return decode(q, pool, layer, table, lengths, q_pos, None, sinks, scale, window, softcap, False, False)[0]
 
 
 def prefill(

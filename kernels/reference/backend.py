@@ -1,6 +1,6 @@
 """The reference backend: every op in plain torch, the truth that the others are tested against."""
 
-from octavo.kernels.reference.attention import decode, gather, prefill
+from octavo.kernels.reference.attention import append_decode, decode, gather, prefill
 from octavo.kernels.reference.pages import append, append_fused, copy_units, transfer, transfer_counted
 from octavo.kernels.reference.rotation import merge_states, rotate_keys, rotate_queries
 from octavo.kernels.reference.sampling import sample
@@ -10,6 +10,7 @@ from octavo.kernels.reference.step import scatter_tokens, step_decode
 
 __all__ = [
     "append",
+    "append_decode",
     "append_fused",
     "copy_units",
     "decode",

@@ -12,8 +12,7 @@ unit; they may collide there.
 
 Two features are compiled in where they are asked for:
 
-ROTARY  K is turned by RoPE, "rotate half": of the first ROTARY dimensions, d and d + ROTARY / 2 are a pair. The partner
-        is a second load of the row that the program has just read, so it comes out of L1.
+ROTARY  K is turned by RoPE as it is loaded (rotary.py).
 SEAL    The program that writes the last slot of a page also digests the page. It takes the page's keys from ``k`` (and
         turns them again) where this call writes them, and from the pool where an earlier one did::
 
@@ -21,12 +20,10 @@ SEAL    The program that writes the last slot of a page also digests the page. I
             step 1  | x  x  x  x  x | x  x          |               seals page 0: all of it from k
             step 2  |               |       x  x  x | x             seals page 1: 5, 6 from the pool, 7-9 from k
 
-        No program reads what another one writes in the same launch, hence neither atomics nor an order. The turn is
-        one multiplication and one fused multiply-add, written out, so that both places round alike and a digest bounds
-        the stored keys to the last bit.
+        No program reads what another one writes in the same launch, hence neither atomics nor an order. A key that is
+        turned twice rounds alike both times, so a digest bounds the stored keys to the last bit.
 
-The digests are those of Quest (arXiv 2406.10774, section 3.2); RoPE is RoFormer's (arXiv 2104.09864, section 3.4.2)
-with the pairs as Hugging Face lays them out.
+The digests are those of Quest (arXiv 2406.10774, section 3.2).
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -37,32 +34,11 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.triton import settings
+from octavo.kernels.triton.rotary import load_turned
 from octavo.kernels.triton.tiles import ID_SHIFT
 
 FEW_TOKENS = 512
 """Up to so many tokens, a step of decoding, latency counts: small programs, and few pages to digest in each."""
-
-
-@triton.jit
-def _keys(
-    k, cos, sin, token, listed, k_token, angle_token, D: tl.constexpr, ROTARY: tl.constexpr, BLOCK_D: tl.constexpr
-):
-    """Keys of the ``listed`` tokens of one head, turned: [N, BLOCK_D] in the dtype of ``k``, fp32 if turned."""
-    d = tl.arange(0, BLOCK_D)
-    row = token.to(tl.int64)[:, None]
-    inside = listed[:, None] & (d < D)[None, :]
-    keys = tl.load(k + row * k_token + d[None, :], mask=inside, other=0.0)
-    if ROTARY > 0:
-        keys = keys.to(tl.float32)
-        first = d < ROTARY // 2
-        partner = tl.where(first, d + ROTARY // 2, d - ROTARY // 2)
-        turning = listed[:, None] & (d < ROTARY)[None, :]
-        partners = tl.load(k + row * k_token + partner[None, :], mask=turning, other=0.0).to(tl.float32)
-        c = tl.load(cos + row * angle_token + d[None, :], mask=turning, other=0.0).to(tl.float32)
-        s = tl.load(sin + row * angle_token + d[None, :], mask=turning, other=0.0).to(tl.float32)
-        turned = tl.fma(keys, c, partners * tl.where(first[None, :], -s, s))
-        keys = tl.where((d < ROTARY)[None, :], turned, keys)  # what is not turned passes bit by bit
-    return keys
 
 
 @triton.jit
@@ -101,7 +77,7 @@ def _bounds(
         entry = tl.load(entries + offset // U, mask=stored, other=0)
         at = (entry >> ID_SHIFT).to(tl.int64) * unit_stride + (offset % U) * D
         old = tl.load(run + at[:, None] + d[None, :], mask=stored[:, None] & (d < D)[None, :], other=0.0)
-        new = _keys(k, cos, sin, source, fresh, k_token, angle_token, D, ROTARY, BLOCK_D)
+        new = load_turned(k, cos, sin, source, fresh, k_token, angle_token, D, ROTARY, BLOCK_D)
         keys = tl.where(fresh[:, None], new.to(old.dtype), old).to(tl.float32)  # [P, BLOCK_D]
         low = tl.minimum(low, tl.min(tl.where(exists[:, None], keys, float("inf")), 0))
         high = tl.maximum(high, tl.max(tl.where(exists[:, None], keys, float("-inf")), 0))
@@ -159,7 +135,7 @@ def _append_kernel(
         position = tl.load(q_pos + token, mask=listed, other=0)
     k += head * k_head
     v += head * v_head
-    keys = _keys(k, cos, sin, token, listed, k_token, angle_token, D, ROTARY, BLOCK_D)
+    keys = load_turned(k, cos, sin, token, listed, k_token, angle_token, D, ROTARY, BLOCK_D)
     inside = listed[:, None] & (d < D)[None, :]
     values = tl.load(v + token.to(tl.int64)[:, None] * v_token + d[None, :], mask=inside)
     # The unit is int64 already: here an id meets a stride.

@@ -35,6 +35,9 @@ def attend(
     MASS: tl.constexpr,
     FULL: tl.constexpr,
     CHUNK: tl.constexpr = False,
+    fresh_score=None,
+    fresh_value=None,
+    FRESH: tl.constexpr = False,
 ):
     """Online softmax of ``query [M, D]`` over the slots ``[first, last)`` of ``row``, a tile of BLOCK_N at a time.
 
@@ -42,13 +45,18 @@ def attend(
     minus infinity. ``keys`` and ``values`` point to the runs of unit 0; ``starts`` is the row of ``unit_pos``. An
     ORDERED table ends where the query may not look; FULL: every slot holds a token that every row sees, and there are
     whole tiles only; CHUNK: each row has its own ``position [M]``, and is masked by it. With MASS, the log-sum-exp of
-    each piece (min(U, BLOCK_N) slots) goes to ``piece_rows [M]``.
+    each piece (min(U, BLOCK_N) slots) goes to ``piece_rows [M]``. FRESH: one more token, in no slot, goes first, with
+    ``fresh_score`` fp32 [M] as of ``scaled`` (minus infinity: there is none) and ``fresh_value [D]``.
     """
     query = query.to(keys.dtype.element_ty)  # the pool need not have the model's dtype, and a product takes one
     d = tl.arange(0, BLOCK_D)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    if FRESH:
+        top = fresh_score
+        total = tl.where(top == float("-inf"), 0.0, 1.0)
+        acc = total[:, None] * fresh_value.to(tl.float32)[None, :]
     entry = load_entries(row, first, last, U, BLOCK_N)
     for start in range(first, last, BLOCK_N):
         at, seen = locate(entry, start, last, unit_stride, U, D, BLOCK_N)  # [N]

@@ -2,7 +2,7 @@
 
 from octavo.kernels.triton.append import append, append_fused
 from octavo.kernels.triton.copy import copy_units
-from octavo.kernels.triton.decode import decode
+from octavo.kernels.triton.decode import append_decode, decode
 from octavo.kernels.triton.gather import gather
 from octavo.kernels.triton.merge import merge_states
 from octavo.kernels.triton.page_score import page_score
@@ -16,6 +16,7 @@ from octavo.kernels.triton.transfer import transfer, transfer_counted
 
 __all__ = [
     "append",
+    "append_decode",
     "append_fused",
     "copy_units",
     "decode",

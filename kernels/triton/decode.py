@@ -12,6 +12,17 @@ The lengths are read on the device, where each program works out the same plan (
 share: the rest of one row, whole rows, the beginning of another. A table too short to be split takes one program a row
 (DIRECT) and no combine.
 
+FRESH  The row's newest token is not in the pool yet: append and decode in one launch, for a step in which both are next to
+       nothing but launches. The program that has the end of a row stores K and V in the token's slot, and attends to it
+       out of registers, before the slots of the pool::
+
+           slots of the row   | 0 ...            | ...              | ... L - 2 | L - 1: the new token |
+           programs           |        p         |      p + 1       |        p + 2                     |
+                                                                      reads the slots before it, writes it
+
+       No program reads what another one writes in the same launch. With ROTARY, Q and K are turned as they are loaded
+       (rotary.py), which spares the step a launch that would do nothing else.
+
 A tile is BLOCK_N slots, whatever the unit; its entries are fetched one tile ahead so that the loads of K and V never
 wait for the table. Masked rows are loaded as zeros: what lies in an unused slot, NaN included, cannot matter.
 
@@ -21,6 +32,8 @@ Attention Kernel" (arXiv 2511.11581).
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # (the parameters of a kernel are Triton's business)
+
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -42,7 +55,8 @@ from octavo.kernels.triton.plan import (
     skipped,
     span,
 )
-from octavo.kernels.triton.tiles import LN2, LOG2E, add_sink, axis_strides, score_arguments
+from octavo.kernels.triton.rotary import load_turned
+from octavo.kernels.triton.tiles import LN2, LOG2E, add_sink, axis_strides, scaled, score_arguments
 
 MANY_ROWS = 32  # from here on, the settings of a key that ends in "many"
 
@@ -65,6 +79,11 @@ def _decode_kernel(
     part_out,
     part_lse,
     piece_lse,
+    k,
+    v,
+    slots,
+    cos,
+    sin,
     layer,
     items,
     most,
@@ -72,6 +91,11 @@ def _decode_kernel(
     scale,
     cap,
     pieces,
+    k_batch,
+    k_head,
+    v_batch,
+    v_head,
+    angle_row,
     q_batch,
     q_head,
     out_batch,
@@ -103,6 +127,8 @@ def _decode_kernel(
     RUN_TILE: tl.constexpr,
     DIRECT: tl.constexpr,
     OVERLAP: tl.constexpr,
+    FRESH: tl.constexpr,
+    ROTARY: tl.constexpr,
 ):
     LANES: tl.constexpr = KV_HEADS // HEADS
     lane = tl.program_id(0)
@@ -148,27 +174,52 @@ def _decode_kernel(
         first, last, _ = span(tl.load(lengths + b * l_batch + head * l_head), position, skip, WINDOW, ORDERED, BLOCK_N)
         if DIRECT:
             whole = True
+            has_end = last > first
             now = stop
         else:
             mine = tl.arange(0, BLOCK_I) == item
             item_end = tl.sum(tl.where(mine, ends, 0))
             item_begin = item_end - tl.sum(tl.where(mine, tiles, 0))
             until = tl.minimum(stop, item_end)
-            whole = (now == item_begin) & (until == item_end)
+            has_end = until == item_end
+            whole = (now == item_begin) & has_end
             last = tl.minimum(first + (until - item_begin) * BLOCK_N, last)
             first += (now - item_begin) * BLOCK_N
             now = until
 
         keys = pool + head * (U * D)
+        values = keys + KV_HEADS * U * D
         heads = head * GROUP + m  # [M]
         at_row = b * (KV_HEADS * GROUP) + heads
+        c = cos + b.to(tl.int64) * angle_row
+        s = sin + b.to(tl.int64) * angle_row
+        query = load_turned(q + b * q_batch, c, s, heads, m < GROUP, q_head, 0, D, ROTARY, BLOCK_D)
+        query = query.to(pool.dtype.element_ty)  # the pool need not have the model's dtype, and a product takes one
+        if FRESH:
+            one = tl.arange(0, 1)
+            fresh = load_turned(
+                k + b * k_batch + head * k_head, c, s, one, (one == 0) & has_end, 0, 0, D, ROTARY, BLOCK_D
+            )
+            fresh_key = tl.sum(fresh.to(tl.float32), 0).to(pool.dtype.element_ty)  # [D]
+            mine = (d < D) & has_end
+            fresh_value = tl.load(v + b * v_batch + head * v_head + d, mask=mine, other=0.0).to(pool.dtype.element_ty)
+            slot = tl.load(slots + b, mask=has_end, other=0)
+            at = slot // U * unit_stride + slot % U * D
+            tl.store(keys + at + d, fresh_key, mask=mine)
+            tl.store(values + at + d, fresh_value, mask=mine)
+            dots = tl.sum(query.to(tl.float32) * fresh_key.to(tl.float32)[None, :], 1)
+            fresh_score = tl.where(has_end, scaled(dots, scale, cap, CAPPED), float("-inf"))
+            last -= has_end.to(tl.int32)
+        else:
+            fresh_score = None
+            fresh_value = None
         acc, row_lse = attend(
-            tl.load(q + b * q_batch + heads[:, None] * q_head + d[None, :], mask=q_mask, other=0.0),
+            query,
             position,
             table + b * t_batch + head * t_head,
             unit_pos + b * p_batch + head * p_head,
             keys,
-            keys + KV_HEADS * U * D,
+            values,
             first,
             last,
             unit_stride,
@@ -186,6 +237,10 @@ def _decode_kernel(
             ORDERED,
             MASS,
             False,
+            False,
+            fresh_score,
+            fresh_value,
+            FRESH,
         )
         done = whole
         if RUN_TILE > 0:  # a whole row is still to be joined with the shared run
@@ -222,11 +277,49 @@ def decode(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See ``reference.decode``."""
     scores = (unit_pos, sinks, scale, window, softcap)
-    return decode_after(None, q, pool, layer, table, lengths, q_pos, *scores, want_mass, want_lse)
+    return decode_after(None, None, q, pool, layer, table, lengths, q_pos, *scores, want_mass, want_lse)
+
+
+def append_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pool: Tensor,
+    layer: int,
+    slots: Tensor,
+    table: Tensor,
+    lengths: Tensor,
+    q_pos: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    sinks: Tensor | None,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> Tensor:
+    """See ``reference.append_decode``."""
+    assert k.stride(2) == v.stride(2) == slots.stride(0) == 1
+    if cos is not None:
+        assert sin is not None and cos.shape == sin.shape and cos.stride() == sin.stride() and cos.stride(1) == 1
+        assert cos.shape[1] % 2 == 0 and cos.shape[1] <= k.shape[2]
+    fresh, scores = Fresh(k, v, slots, cos, sin), (None, sinks, scale, window, softcap)
+    return decode_after(None, fresh, q, pool, layer, table, lengths, q_pos, *scores, False, False)[0]
+
+
+@dataclass(frozen=True)
+class Fresh:
+    """The newest token of each row, which is not in the pool yet (``reference.append_decode``)."""
+
+    k: Tensor
+    v: Tensor
+    slots: Tensor
+    cos: Tensor | None
+    sin: Tensor | None
 
 
 def decode_after(
     run: SharedRun | None,
+    fresh: Fresh | None,
     q: Tensor,
     pool: Tensor,
     layer: int,
@@ -241,7 +334,8 @@ def decode_after(
     want_mass: bool,
     want_lse: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``decode`` where what groups of rows share has been attended to already (``run``), if anything has."""
+    """``decode`` where what groups of rows share has been attended to already (``run``), if anything has, or where the
+    last token of each row comes from elsewhere than the pool (``fresh``)."""
     batch, q_heads, head_dim = q.shape
     kv_heads, unit_tokens, entries = pool.shape[3], pool.shape[4], table.shape[3]
     assert pool.is_contiguous() and q.stride(2) == table.stride(3) == 1
@@ -293,6 +387,7 @@ def decode_after(
 
     scale, cap = score_arguments(scale, softcap)
     length_strides = axis_strides(lengths)
+    new = Fresh(q, q, q, None, None) if fresh is None else fresh  # the first stands for what is left out
     _decode_kernel[kv_heads // heads, most or items](
         q,
         pool,
@@ -307,6 +402,11 @@ def decode_after(
         part_out,
         part_lse,
         piece_lse,
+        new.k,
+        new.v,
+        new.slots,
+        q if new.cos is None else new.cos,
+        q if new.sin is None else new.sin,
         layer,
         items,
         most,
@@ -314,6 +414,11 @@ def decode_after(
         scale,
         cap,
         pieces,
+        new.k.stride(0),
+        new.k.stride(1),
+        new.v.stride(0),
+        new.v.stride(1),
+        0 if new.cos is None else new.cos.stride(0),
         q.stride(0),
         q.stride(1),
         out.stride(0),
@@ -326,6 +431,8 @@ def decode_after(
         BLOCK_M=max(triton.next_power_of_2(group), 16),
         CAPPED=softcap != 0,
         MASS=want_mass,
+        FRESH=fresh is not None,
+        ROTARY=0 if new.cos is None else new.cos.shape[1],
         num_warps=tuned["num_warps"],
         num_stages=tuned["num_stages"],
         launch_pdl=plan["OVERLAP"],

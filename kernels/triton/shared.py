@@ -204,5 +204,7 @@ def decode_shared(
         launch_pdl=overlap,
     )
     run = SharedRun(groups, part_out, part_lse, most, min_tiles, members, tuned["BLOCK_N"])
-    out, _, _ = decode_after(run, q, pool, layer, table, lengths, q_pos, None, sinks, scale, 0, softcap, False, False)
+    out, _, _ = decode_after(
+        run, None, q, pool, layer, table, lengths, q_pos, None, sinks, scale, 0, softcap, False, False
+    )
     return out
