@@ -20,7 +20,8 @@ from octavo.kernels.reference import backend as reference
 _KERNELS = {"reference": "torch", "cpu": "torch", "triton": "Triton"}
 """What runs an op of a backend, where there is nothing to choose."""
 _CHOOSES = {
-    ("decode", "cpu"), ("decode", "triton"), ("append_decode", "cpu"), ("append_decode", "triton"), ("decode_shared", "cpu"), ("prefill", "cpu"), ("prefill", "triton"),
+    ("append_decode", "cpu"), ("append_decode", "triton"), ("decode", "cpu"), ("decode", "triton"),
+    ("decode_shared", "cpu"), ("prefill", "cpu"), ("prefill", "triton"),
 }  # fmt: skip
 """Where there is, and the choice is logged by the one who makes it."""
 

@@ -188,32 +188,54 @@ class PagedStep:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, traits: LayerTraits) -> Tensor:
         place = self.plan.places[layer]
         if self._plain:
-            out = self._attend_plain(layer, q, k, v, traits)
+            out = self._attend_plain(layer, q, k, v, None, None, traits)
             if out is not None:
                 return out
         ops.append(k, v, self.kv, place.unit_layer, self.slots[place.slice], self.backend)
         return self.read(layer, q, traits)
 
+    @property
+    def turns(self) -> bool:
+        """Whether a layer may leave RoPE to ``attend_turning``."""
+        return self._plain and self.backend != "cpu"
+
+    def attend_turning(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, traits: LayerTraits
+    ) -> Tensor:
+        """``attend`` in a step that ``turns``."""
+        out = self._attend_plain(layer, q, k, v, cos, sin, traits)
+        assert out is not None, "only on a CPU is there a call that cannot be made"
+        return out
+
     @cached_property
     def _plain(self) -> bool:
-        """Whether the step is on a CPU's own kernels, and decodes whole tables and nothing else."""
+        """Whether it decodes whole tables and nothing else: then a layer stores and attends in one call."""
         others = self.blocks or self.prefills or self.observed
-        return self.backend == "cpu" and len(self.decodes) == 1 and self.decodes[0].plain and not others
+        return len(self.decodes) == 1 and self.decodes[0].plain and not others
 
     @cached_property
     def _calls(self) -> DecodeCalls:
-        """Of a plain step."""
+        """Of a plain step on a CPU."""
         (group,) = self.decodes
         return DecodeCalls(self.kv, group.tables, self.slots, group.slots[0, :, 0], group.q_pos)
 
-    def _attend_plain(self, layer: int, q: Tensor, k: Tensor, v: Tensor, traits: LayerTraits) -> Tensor | None:
+    def _attend_plain(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, traits: LayerTraits
+    ) -> Tensor | None:
         """The same for a plain step, in one call; None, with nothing done, where that cannot be made."""
-        place = self.plan.places[layer]
-        out = self._calls.attend(
-            place.unit_layer, place.slice, q, k, v, traits.sinks, traits.scale, traits.window, traits.softcap
-        )
+        place, group = self.plan.places[layer], self.decodes[0]
+        scores = (traits.sinks, traits.scale, traits.window, traits.softcap)
+        out: Tensor | None
+        if self.backend == "cpu":
+            out = self._calls.attend(place.unit_layer, place.slice, q, k, v, *scores)
+        else:
+            table, slots = group.tables[place.slice][None, :, None], self.slots[place.slice]
+            out = ops.append_decode(
+                q, k, v, self.kv, place.unit_layer, slots, table, group.slots, group.q_pos, cos, sin, *scores,
+                self.backend,
+            )  # fmt: skip
         if out is not None:
-            self.decodes[0].dense_windows[traits.window] += 1
+            group.dense_windows[traits.window] += 1
         return out
 
     def read(self, layer: int, q: Tensor, traits: LayerTraits) -> Tensor:

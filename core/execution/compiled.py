@@ -8,32 +8,38 @@ that is being served which layer that is (they come in order), which tables, whi
     [ compiled: norm, QKV, RoPE ] -> attend_in_step -> [ compiled ] ->  [ compiled: norm, ...
                                            |
                              the PagedStep of this forward pass
+
+On a GPU there are two versions of that code, the second without RoPE (``turning.py``), for steps that turn queries and
+keys themselves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import GraphModule
 
 from octavo.core.errors import UnsupportedModelError
 from octavo.core.execution.layer_replays import LayerReplays, noting
-from octavo.core.interfaces import AttentionStep, LayerTraits
+from octavo.core.execution.turning import without_turn
+from octavo.core.interfaces import AttentionStep, LayerTraits, TurningStep
 from octavo.kernels.lending import lent
 
 _step: AttentionStep | None = None
+_turns = False
 _layer = 0
 
 
 @contextmanager
 def _serving(step: AttentionStep) -> Iterator[None]:
     """Within the block, one forward pass, the compiled attention is served by ``step``, layer after layer."""
-    global _step, _layer
-    _step, _layer = step, 0
+    global _step, _turns, _layer
+    _step, _turns, _layer = step, getattr(step, "turns", False), 0
     try:
         yield
     finally:
@@ -47,19 +53,44 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, scale: float,
     return _step.attend(layer, q, k, v, LayerTraits(scale, window, cap, sinks)).contiguous()
 
 
+def _attend_turning(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, sinks: Tensor | None, scale: float, window: int,
+    cap: float,
+) -> Tensor:  # fmt: skip
+    global _layer
+    assert isinstance(_step, TurningStep), "compiled code without RoPE is for steps that turn"
+    layer, _layer = _layer, _layer + 1
+    return _step.attend_turning(layer, q, k, v, cos, sin, LayerTraits(scale, window, cap, sinks)).contiguous()
+
+
 _library: Any = torch.library.Library("octavo", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(
     "attend_in_step(Tensor q, Tensor k, Tensor v, Tensor? sinks, float scale, int window, float softcap) -> Tensor"
 )
-for _device in ("CPU", "CUDA"):
-    _library.impl("attend_in_step", _attend, _device)
-torch.library.register_fake("octavo::attend_in_step", lambda q, *_: q.new_empty(q.shape), lib=_library)
+_library.define(
+    "attend_turning_in_step(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor? sinks, float scale, "
+    "int window, float softcap) -> Tensor"
+)
+for _name, _function in (("attend_in_step", _attend), ("attend_turning_in_step", _attend_turning)):
+    for _device in ("CPU", "CUDA"):
+        _library.impl(_name, _function, _device)
+    torch.library.register_fake(f"octavo::{_name}", lambda q, *_: q.new_empty(q.shape), lib=_library)
 
 
 def attend_in_step(q: Tensor, k: Tensor, v: Tensor, traits: LayerTraits) -> Tensor:
     """``AttentionStep.attend`` for the next layer of the step that is being served, as an op of a compiled graph."""
     out: Tensor = torch.ops.octavo.attend_in_step(q, k, v, traits.sinks, traits.scale, traits.window, traits.softcap)
     return out
+
+
+def two_versions(graph: GraphModule, examples: list[Any]) -> Callable[..., Any]:
+    """A backend of ``torch.compile``: inductor, whose code for a layer leaves RoPE to a step that turns."""
+    turned: Callable[..., Any] = torch._inductor.compile(graph, examples)
+    rest = without_turn(graph, torch.ops.octavo.attend_in_step, torch.ops.octavo.attend_turning_in_step)
+    if rest is None:
+        return turned
+    unturned: Callable[..., Any] = torch._inductor.compile(rest, examples)
+    return lambda *inputs: (unturned if _turns else turned)(*inputs)
 
 
 CPU_OPTIONS = {"cpp_wrapper": True}
@@ -81,7 +112,7 @@ class CompiledLayers:
         on_cpu = all(parameter.device.type == "cpu" for layer in layers for parameter in layer.parameters())
         self._replays: list[LayerReplays] = []
         calls: list[Any] = []
-        backend = noting(calls, CPU_OPTIONS) if on_cpu else "inductor"
+        backend = noting(calls, CPU_OPTIONS) if on_cpu else two_versions
         compiled = {kind: _compiled(kind.forward, backend) for kind in {type(layer) for layer in layers}}
         forwards: list[Any] = [MethodType(compiled[type(layer)], layer) for layer in layers]
         if on_cpu:

@@ -12,9 +12,9 @@ The lengths are read on the device, where each program works out the same plan (
 share: the rest of one row, whole rows, the beginning of another. A table too short to be split takes one program a row
 (DIRECT) and no combine.
 
-FRESH  The row's newest token is not in the pool yet: append and decode in one launch, for a step in which both are next to
-       nothing but launches. The program that has the end of a row stores K and V in the token's slot, and attends to it
-       out of registers, before the slots of the pool::
+FRESH  The row's newest token is not in the pool yet: append and decode in one launch, for steps in which both are next
+       to nothing but launches. The program that has the end of a row stores K and V in the token's slot, and attends to
+       it out of registers, before the slots of the pool::
 
            slots of the row   | 0 ...            | ...              | ... L - 2 | L - 1: the new token |
            programs           |        p         |      p + 1       |        p + 2                     |
