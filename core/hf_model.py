@@ -99,7 +99,7 @@ class HFModel:
             self._linears = JoinedLinears(self.model, lambda: self.forward(ids, positions, None, _Probe()))
         if execution == "compiled":
             layers = self.layers("they cannot be compiled one by one; use execution='graph'")
-            self._compiled = CompiledLayers(layers, type(self.model).__name__)
+            self._compiled = CompiledLayers(layers, type(self.model).__name__, self._beside(layers))
 
     def forward(
         self,
@@ -157,6 +157,14 @@ class HFModel:
             if isinstance(module, nn.ModuleList) and len(module) == count and all(map(_attends, module, range(count))):
                 return list(module)
         raise UnsupportedModelError(f"{name} keeps its {count} layers in no list, so {consequence}")
+
+    def _beside(self, layers: list[nn.Module]) -> list[nn.Module]:
+        """Modules that stand beside the layers and multiply nothing: a rotary embedding, a last norm."""
+        for module in self.model.modules():
+            children = list(module.children())
+            if any(isinstance(child, nn.ModuleList) and list(child) == layers for child in children):
+                return [child for child in children if not any(map(_multiplies, child.modules()))]
+        return []
 
     def foresight(self) -> Foresight:
         """Raises UnsupportedModelError as ``layers`` does."""
@@ -278,6 +286,10 @@ class _Probe:
 def _attends(layer: nn.Module, number: int) -> bool:
     """Whether a module has the attention of the model's layer of that number; one of an image tower has not."""
     return any(getattr(part, "layer_idx", None) == number for part in layer.modules())
+
+
+def _multiplies(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear | nn.Embedding)
 
 
 def _attention_configs(model: nn.Module) -> list[Any]:

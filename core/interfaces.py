@@ -249,21 +249,6 @@ class AttentionStep(Protocol):
         ...
 
 
-@runtime_checkable
-class TurningStep(AttentionStep, Protocol):
-    """A step that may do what a rotary embedding does ("rotate half"), on the way to what it does anyway: ``turns``
-    says whether this one does."""
-
-    @property
-    def turns(self) -> bool: ...
-
-    def attend_turning(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, traits: LayerTraits
-    ) -> Tensor:
-        """``attend`` of what ``cos, sin [T, D]`` make of ``q`` and ``k``."""
-        ...
-
-
 class PageView(Protocol):
     """The pages of the sequences of one method, in one layer of one step. Nothing is read until it is asked for, and
     what is read is counted.

@@ -15,10 +15,10 @@ keys themselves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +27,24 @@ from torch.fx import GraphModule
 from octavo.core.errors import UnsupportedModelError
 from octavo.core.execution.layer_replays import LayerReplays, noting
 from octavo.core.execution.turning import without_turn
-from octavo.core.interfaces import AttentionStep, LayerTraits, TurningStep
+from octavo.core.interfaces import AttentionStep, LayerTraits
 from octavo.kernels.lending import lent
+
+
+@runtime_checkable
+class TurningStep(AttentionStep, Protocol):
+    """A step that may do what a rotary embedding does ("rotate half"), on the way to what it does anyway: ``turns``
+    says whether this one does."""
+
+    @property
+    def turns(self) -> bool: ...
+
+    def attend_turning(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, traits: LayerTraits
+    ) -> Tensor:
+        """``attend`` of what ``cos, sin [T, D]`` make of ``q`` and ``k``."""
+        ...
+
 
 _step: AttentionStep | None = None
 _turns = False
@@ -104,9 +120,11 @@ class CompiledLayers:
 
     Args:
         name: of the model, for errors.
+        beside: what the model calls once a pass, before or behind its layers. A rotary embedding and a norm are a dozen
+            launches, in which a GPU does next to nothing. Where torch finds parts that it cannot compile, they stay.
     """
 
-    def __init__(self, layers: list[nn.Module], name: str) -> None:
+    def __init__(self, layers: list[nn.Module], name: str, beside: Sequence[nn.Module] = ()) -> None:
         self._layers = layers
         self._name = name
         on_cpu = all(parameter.device.type == "cpu" for layer in layers for parameter in layer.parameters())
@@ -118,6 +136,11 @@ class CompiledLayers:
         if on_cpu:
             forwards = self._replays = [LayerReplays(forward, calls) for forward in forwards]
         self._forwards = list(zip(layers, forwards, strict=True))
+        if not on_cpu:
+            self._forwards += [
+                (module, MethodType(_compiled(type(module).forward, "inductor", fullgraph=False), module))
+                for module in beside
+            ]
         self._weights = 0
 
     @contextmanager
@@ -142,10 +165,10 @@ class CompiledLayers:
             ) from error
 
 
-def _compiled(forward: Any, backend: Any) -> Any:
+def _compiled(forward: Any, backend: Any, fullgraph: bool = True) -> Any:
     """torch keeps what it has compiled by code object, for all models alike; a copy of the code is this model's own."""
     copy = FunctionType(
         forward.__code__.replace(), forward.__globals__, forward.__name__, forward.__defaults__, forward.__closure__
     )
     copy.__kwdefaults__ = forward.__kwdefaults__
-    return torch.compile(copy, backend=backend, fullgraph=True, dynamic=True)
+    return torch.compile(copy, backend=backend, fullgraph=fullgraph, dynamic=True)

@@ -62,13 +62,13 @@ def _turned_heads(node: Any) -> _Turned | None:
     straight, crossed = total.args
     if not (_is(straight, operator.mul) and _is(crossed, operator.mul)):
         return None
-    (x, cos), (half, sin) = straight.args, crossed.args  # type: ignore[union-attr]
+    (x, cos), (half, sin) = straight.args, crossed.args
     angles = _call_of(cos, "unsqueeze", 1), _call_of(sin, "unsqueeze", 1)
     if angles[0] is None or angles[1] is None or not _is_half_turn(half, x):
         return None
     if _shape(x)[-1:] != _shape(angles[0])[-1:] or dtype not in (None, _dtype(x)):
         return None
-    return _Turned(x, *angles)  # type: ignore[arg-type]
+    return _Turned(x, *angles)
 
 
 def _is_half_turn(node: Any, x: Any) -> bool:

@@ -145,7 +145,7 @@ class TestWork:
     @pytest.fixture
     def calls(self, monkeypatch):
         counted = Counter()
-        for name in ("append", "copy_units", "decode", "prefill"):
+        for name in ("append", "append_decode", "copy_units", "decode", "prefill"):
             real = getattr(reference, name)
 
             def counting(*args, name=name, real=real, **named):
@@ -164,7 +164,7 @@ class TestWork:
         assert calls == {"append": 2, "prefill": 2, "decode": 2}  # one a layer, whatever the number of sequences
         calls.clear()
         engine.step()
-        assert calls == {"append": 2, "decode": 2}
+        assert calls == {"append_decode": 2}
 
     def test_copies_of_a_step_go_in_one_launch(self, t_model, engine_for, calls):
         engine = engine_for(t_model)

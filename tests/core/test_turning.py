@@ -9,6 +9,7 @@ from octavo.core import Engine, EngineConfig, SamplingParams
 from octavo.core.execution import compiled
 from octavo.core.execution.attention import PagedStep
 from octavo.core.execution.turning import without_turn
+from octavo.core.hf_model import HFModel
 
 from .architectures import build, refusal
 
@@ -131,3 +132,13 @@ class TestTheGraph:
         graph = torch.fx.Graph()
         graph.output(graph.placeholder("x"))
         assert without_turn(torch.fx.GraphModule({}, graph), attend, attend_turning) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "beside"),
+    [("llama", {"norm", "rotary_emb"}), ("gemma3", {"norm", "rotary_emb"}), ("opt", {"final_layer_norm"})],
+)
+def test_what_stands_beside_the_layers_is_compiled_too(name, beside):
+    model = HFModel(build(name))
+    found = model._beside(model.layers("none"))
+    assert {key.split(".")[-1] for key, module in model.model.named_modules() if module in found} == beside

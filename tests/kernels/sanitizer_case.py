@@ -25,6 +25,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import test_append_decode
 import test_decode_shared
 import test_sample
 from kernel_cases import LAYER, Case, bits, build, check
@@ -103,6 +104,26 @@ def append(device: str) -> None:
             return k, v, random_pool(4, device), 1, (torch.randperm(64)[:tokens] + 16).to(device)
 
         agree(ops.append, make, device)
+
+
+def append_decode(device: str) -> None:
+    for case in (
+        Case("sanitized-fresh", (0, 1, 300), sinks=True, **HEADS),
+        Case("sanitized-fresh-direct", (17, 33), window=20, heads=(5, 1), head_dim=80),
+    ):
+
+        def make(device: str, case: Case = case) -> tuple:
+            q, k, v, pool, args = test_append_decode.inputs_of(case, DTYPE, device, case.head_dim)
+            pool.nan_to_num_(0.5)  # K and V of padding may be stored in the scratch unit, or not
+            pool[0] = 0
+            return q, k, v, pool, *args
+
+        def run(*arguments: Any) -> Tensor:
+            out: Tensor = ops.append_decode(*arguments)
+            arguments[3][0] = 0
+            return out
+
+        agree(run, make, device, rounded=True)
 
 
 def append_fused(device: str) -> None:
@@ -245,6 +266,7 @@ def transfer(device: str) -> None:
 
 CASES: dict[str, Callable[[str], None]] = {
     "append": append,
+    "append_decode": append_decode,
     "append_fused": append_fused,
     "copy_units": copy_units,
     "decode": lambda device: attention("decode", device),
