@@ -9,8 +9,8 @@ that is being served which layer that is (they come in order), which tables, whi
                                            |
                              the PagedStep of this forward pass
 
-On a GPU there are two versions of that code, the second without RoPE (``turning.py``), for steps that turn queries and
-keys themselves.
+On a GPU there are two versions of that code, the second for steps that decode and nothing else: without RoPE
+(``turning.py``), which such a step does on the way, and with products that add the residual (``layer_products.py``).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from octavo.core.errors import UnsupportedModelError
+from octavo.core.execution.layer_products import with_products
 from octavo.core.execution.layer_replays import LayerReplays, noting
 from octavo.core.execution.turning import without_turn
 from octavo.core.interfaces import AttentionStep, LayerTraits
@@ -100,13 +101,12 @@ def attend_in_step(q: Tensor, k: Tensor, v: Tensor, traits: LayerTraits) -> Tens
 
 
 def two_versions(graph: GraphModule, examples: list[Any]) -> Callable[..., Any]:
-    """A backend of ``torch.compile``: inductor, whose code for a layer leaves RoPE to a step that turns."""
-    turned: Callable[..., Any] = torch._inductor.compile(graph, examples)
-    rest = without_turn(graph, torch.ops.octavo.attend_in_step, torch.ops.octavo.attend_turning_in_step)
-    if rest is None:
-        return turned
-    unturned: Callable[..., Any] = torch._inductor.compile(rest, examples)
-    return lambda *inputs: (unturned if _turns else turned)(*inputs)
+    """A backend of ``torch.compile``: inductor, with a second version of a layer's code for steps that turn. These are
+    steps of few rows, which may choose how they multiply, too."""
+    few = without_turn(graph, torch.ops.octavo.attend_in_step, torch.ops.octavo.attend_turning_in_step)
+    any_rows: Callable[..., Any] = torch._inductor.compile(graph, examples)
+    few_rows: Callable[..., Any] = torch._inductor.compile(with_products(few), examples)
+    return lambda *inputs: (few_rows if _turns else any_rows)(*inputs)
 
 
 CPU_OPTIONS = {"cpp_wrapper": True}

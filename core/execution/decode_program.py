@@ -52,6 +52,7 @@ from octavo.core.memory.digests import DigestStore
 from octavo.core.memory.layer_groups import LayerPlan
 from octavo.core.uploads import upload
 from octavo.kernels import ops
+from octavo.kernels.cublas.product import choosing
 from octavo.kernels.layout import entry_units
 
 log = logging.getLogger(__name__)
@@ -296,7 +297,7 @@ class DecodeProgram:
         )
 
     def _capture(self, variants: Sequential[Variant]) -> None:
-        """Capture graphs, each after one pass that compiles what it needs. No row decodes meanwhile."""
+        """Capture graphs, each after one pass that compiles and chooses what it needs. No row decodes meanwhile."""
         began = time.perf_counter()
         decoding = self.state.rows.clone()
         self.state.rows.fill_(-1)
@@ -307,7 +308,8 @@ class DecodeProgram:
         try:
             with torch.inference_mode():
                 for variant in variants:
-                    self._run(variant)
+                    with choosing():
+                        self._run(variant)
                     torch.cuda.synchronize()
                     graph = torch.cuda.CUDAGraph()
                     # Other threads, which may be encoding images, are none of the capture's business.

@@ -1,0 +1,168 @@
+"""``octavo::product``: a Linear layer of few rows, and the residual behind it, by an algorithm that was measured.
+
+cuBLASLt proposes eight or so algorithms for a product and torch takes the first. At 64 to 192 rows another one is up to
+10 % faster, and what it adds at the end costs nothing, where an addition of its own costs a launch. Which one it is
+depends on the card, so it is tried: within ``choosing()`` every call notes what it multiplies, and at the end of the
+block each shape that is new is timed over several weights, one after the other, as a step will run them::
+
+    choosing():   product(x, w of layer 0, r)  product(x, w of layer 1, r) ...     noted, and computed by torch
+    at its end:   algorithm 0: [w0 w1 w2 ...] algorithm 1: [w0 w1 w2 ...] ...      timed, as CUDA graphs
+    later:        product(x, w, r)                                                 the fastest
+
+The choice is kept on disk (``cache_dir``), for the sums of another algorithm are rounded otherwise: a process that
+chooses anew might answer otherwise, too. Whatever nobody has chosen for (more rows, other types, a CPU) is torch's own
+product.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
+from pathlib import Path
+from statistics import median
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from octavo.kernels.cache_dir import cache_dir
+from octavo.kernels.cublas import library
+from octavo.kernels.cublas.library import Product, Shape
+
+log = logging.getLogger(__name__)
+
+MOST_ROWS = 512
+"""Beyond, torch's own choice is as good."""
+
+TRIED_BYTES = 160 << 20
+"""Of weights that a time is taken over: twice the L2 of the largest cards and more, as in a step, where none is found
+there again."""
+
+MOST_TRIED = 12
+MARGIN = 0.99
+"""A later proposal has to take less than this part of the time of the best one before it."""
+
+Call = tuple[Tensor, Tensor, Tensor | None]
+
+_chosen: dict[tuple[int, Shape], tuple[Product, bytes]] = {}
+_noted: dict[tuple[int, Shape], list[Call]] | None = None
+
+
+def product(x: Tensor, weight: Tensor, residual: Tensor | None) -> Tensor:
+    """``x [..., K] @ weight [N, K].T``, and ``+ residual [..., N]``; rounded once where an algorithm was chosen."""
+    key = _key(x, weight, residual)
+    if key is not None:
+        choice = _chosen.get(key)
+        if choice is not None:
+            out = x.new_empty((*x.shape[:-1], weight.shape[0]))
+            choice[0].run(choice[1], x, weight, residual, out)
+            return out
+        if _noted is not None:
+            calls = _noted.setdefault(key, [])
+            if len(calls) < MOST_TRIED and len(calls) * weight.nbytes < TRIED_BYTES:
+                calls.append((x, weight, residual))
+    out = F.linear(x, weight)
+    return out if residual is None else residual + out
+
+
+def _key(x: Tensor, weight: Tensor, residual: Tensor | None) -> tuple[int, Shape] | None:
+    """Device and shape of a product that an algorithm can be chosen for; None of any other."""
+    rows = x.numel() // x.shape[-1]
+    if residual is not None and residual.shape != (*x.shape[:-1], weight.shape[0]):
+        return None
+    if x.device.type != "cuda" or x.dtype not in library.DTYPES or not 0 < rows <= MOST_ROWS:
+        return None
+    parts = [x, weight] if residual is None else [x, weight, residual]
+    if any(not t.is_contiguous() or t.dtype != x.dtype or t.data_ptr() % library.ALIGNMENT for t in parts):
+        return None
+    return x.device.index, Shape(rows, weight.shape[0], weight.shape[1], x.dtype, residual is not None)
+
+
+@contextmanager
+def choosing() -> Iterator[None]:
+    """At the end of the block an algorithm is chosen for every shape of product that was met within it. What was
+    multiplied is kept until then. Not to be used while a graph is captured."""
+    global _noted
+    before, _noted = _noted, {}
+    try:
+        yield
+        for key, calls in _noted.items():
+            with suppress(OSError):  # there is no cuBLASLt: torch's product it is
+                _chosen[key] = _choose(key, calls)
+    finally:
+        _noted = before
+
+
+def _choose(key: tuple[int, Shape], calls: list[Call]) -> tuple[Product, bytes]:
+    device, shape = key
+    made, kept, name = Product(shape, device), _kept(device), str(shape)
+    proposals = made.proposals()
+    if name in kept and bytes.fromhex(kept[name]) in proposals:
+        return made, bytes.fromhex(kept[name])
+    best, best_s = proposals[0], float("inf")
+    out = torch.empty((shape.rows, shape.outputs), dtype=shape.dtype, device=calls[0][0].device)
+    for algorithm in proposals:
+        with suppress(RuntimeError):  # proposed, and refused
+            seconds = _seconds(lambda a=algorithm: [made.run(a, *call, out) for call in calls])
+            if seconds < MARGIN * best_s:
+                best, best_s = algorithm, seconds
+    log.info("%s: proposal %d of %d, %.1f us", name, proposals.index(best), len(proposals), 1e6 * best_s / len(calls))
+    kept[name] = best.hex()
+    _keep(device, kept)
+    return made, best
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    """Time of one replay."""
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        run()
+    graph.replay()
+    times = []
+    for _ in range(5):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(1e-3 * begin.elapsed_time(end))
+    return median(times)
+
+
+def _file(device: int) -> Path:
+    chip = torch.cuda.get_device_name(device).lower().replace(" ", "-")
+    return cache_dir() / f"products-{chip}-{library.version()}.json"
+
+
+@cache
+def _kept(device: int) -> dict[str, str]:
+    """Algorithms chosen by earlier processes, by shape, in hexadecimal digits."""
+    try:
+        found = json.loads(_file(device).read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _keep(device: int, kept: dict[str, str]) -> None:
+    with suppress(OSError):  # a cache that cannot be written is none
+        file = _file(device)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        part = file.with_suffix(f".{os.getpid()}")
+        part.write_text(json.dumps(kept, indent=1))
+        part.replace(file)
+
+
+_library = torch.library.Library("octavo", "FRAGMENT")
+_library.define("product(Tensor x, Tensor weight, Tensor? residual) -> Tensor")
+for _device in ("CPU", "CUDA"):
+    _library.impl("product", product, _device)
+torch.library.register_fake(
+    "octavo::product", lambda x, weight, _: x.new_empty((*x.shape[:-1], weight.shape[0])), lib=_library
+)

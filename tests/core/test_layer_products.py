@@ -1,0 +1,65 @@
+"""Linear layers of a graph as products: which of them add what is behind them."""
+
+import operator
+
+import pytest
+import torch
+
+from octavo.core.execution.layer_products import with_products
+
+
+def graph_of(build):
+    """A graph from ``build(linear, add, x, weight, other)``, traced and rewritten, and how often it calls what."""
+    graph = torch.fx.Graph()
+    nodes = [graph.placeholder(name) for name in ("x", "weight", "other")]
+    for node, shape in zip(nodes, ((1, 3, 4), (4, 4), (1, 3, 4)), strict=True):
+        node.meta["example_value"] = torch.empty(shape)
+
+    def linear(*args, **named):
+        node = graph.call_function(torch._C._nn.linear, args, named)
+        node.meta["example_value"] = torch.empty(1, 3, 4)
+        return node
+
+    def add(*args):
+        node = graph.call_function(operator.add, args)
+        node.meta["example_value"] = torch.empty(1, 3, 4)
+        return node
+
+    graph.output(build(linear, add, *nodes))
+    module = with_products(torch.fx.GraphModule({}, graph))
+    module.graph.lint()
+    targets = [node.target for node in module.graph.nodes if node.op == "call_function"]
+    return module, targets
+
+
+PRODUCT, LINEAR, ADD = torch.ops.octavo.product, torch._C._nn.linear, operator.add
+
+
+@pytest.mark.parametrize(
+    ("build", "calls"),
+    [
+        (lambda linear, add, x, w, o: linear(x, w), [PRODUCT]),
+        (lambda linear, add, x, w, o: linear(x, w, None), [PRODUCT]),
+        (lambda linear, add, x, w, o: add(o, linear(x, w)), [PRODUCT]),
+        (lambda linear, add, x, w, o: add(linear(x, w), o), [PRODUCT]),
+        (lambda linear, add, x, w, o: linear(x, w, o), [LINEAR]),
+        (lambda linear, add, x, w, o: linear(x, w, bias=o), [LINEAR]),
+        (lambda linear, add, x, w, o: add(linear(x, w), 1.0), [PRODUCT, ADD]),
+        (lambda linear, add, x, w, o: (lambda y: add(y, y))(linear(x, w)), [PRODUCT, ADD]),
+        (lambda linear, add, x, w, o: (lambda y: (y, add(y, o)))(linear(x, w)), [PRODUCT, ADD]),
+        (lambda linear, add, x, w, o: add(linear(x, w), w), [PRODUCT, ADD]),
+        (lambda linear, add, x, w, o: add(linear(x, w), linear(o, w)), [PRODUCT, PRODUCT]),
+        (lambda linear, add, x, w, o: add(o, linear(add(o, linear(x, w)), w)), [PRODUCT, PRODUCT]),
+    ],
+    ids=["alone", "no bias", "residual", "residual behind", "bias", "bias by name", "a number", "itself",
+         "wanted twice", "another shape", "two", "chain"],
+)  # fmt: skip
+def test_what_becomes_a_product(build, calls):
+    _, targets = graph_of(build)
+    assert targets == calls
+
+
+def test_it_computes_the_same():
+    module, _ = graph_of(lambda linear, add, x, w, o: add(o, linear(add(o, linear(x, w)), w)))
+    x, w, o = torch.randn(1, 3, 4), torch.randn(4, 4), torch.randn(1, 3, 4)
+    assert torch.equal(module(x, w, o), o + (o + x @ w.T) @ w.T)

@@ -1,0 +1,212 @@
+"""Products of few rows: torch's own until an algorithm is chosen, the same numbers with any, and choices that last."""
+
+import json
+from typing import ClassVar
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from octavo.kernels.cublas import library
+from octavo.kernels.cublas import product as products
+from octavo.kernels.cublas.product import choosing, product
+
+
+@pytest.fixture(autouse=True)
+def nothing_chosen(monkeypatch, tmp_path):
+    monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path))
+    monkeypatch.setattr(products, "_chosen", {})
+    products._kept.cache_clear()
+    yield
+    products._kept.cache_clear()
+
+
+def inputs(rows=3, outputs=64, width=128, dtype=torch.bfloat16, device="cpu"):
+    torch.manual_seed(0)
+    x, weight, residual = torch.randn(1, rows, width), torch.randn(outputs, width) / 8, torch.randn(1, rows, outputs)
+    return tuple(t.to(device, dtype) for t in (x, weight, residual))
+
+
+class TestOnACpu:
+    def test_it_is_a_linear_layer(self):
+        x, weight, residual = inputs()
+        assert torch.equal(product(x, weight, None), F.linear(x, weight))
+        assert torch.equal(product(x, weight, residual), residual + F.linear(x, weight))
+
+    def test_nothing_is_chosen(self):
+        with choosing():
+            product(*inputs())
+        assert not products._chosen
+
+    def test_opcheck(self):
+        for residual in (None, inputs()[2]):
+            torch.library.opcheck(torch.ops.octavo.product.default, (*inputs()[:2], residual))
+
+
+class FakeProduct:
+    """In place of cuBLASLt: proposals whose times are given."""
+
+    times = (3.0, 2.99, 1.0, 0.0, 1.0)
+    refused = 3
+    made: ClassVar[list] = []
+
+    def __init__(self, shape, device):
+        self.shape, self.ran = shape, []
+        FakeProduct.made.append(self)
+
+    def proposals(self):
+        return [bytes([number]) * 64 for number in range(len(self.times))]
+
+    def run(self, algorithm, x, weight, residual, out):
+        if algorithm[0] == self.refused:
+            raise RuntimeError("refused")
+        self.ran.append(algorithm[0])
+        made = F.linear(x, weight) if residual is None else residual + F.linear(x, weight)
+        out.copy_(made.view(out.shape))
+
+
+class TestChoosing:
+    @pytest.fixture(autouse=True)
+    def fake(self, monkeypatch):
+        FakeProduct.made = []
+        key = products._key
+
+        def on_cuda(*parts):
+            """As if the tensors were where they are not."""
+            rows = parts[0].numel() // parts[0].shape[-1]
+            assert key(*parts) is None
+            return 0, library.Shape(rows, *parts[1].shape, parts[0].dtype, parts[2] is not None)
+
+        def seconds(run):
+            run()
+            return FakeProduct.times[FakeProduct.made[-1].ran[-1]]
+
+        monkeypatch.setattr(products, "_key", on_cuda)
+        monkeypatch.setattr(products, "Product", FakeProduct)
+        monkeypatch.setattr(products, "_seconds", seconds)
+        monkeypatch.setattr(products, "_file", lambda device: products.cache_dir() / "products.json")
+
+    def test_the_fastest_that_runs_is_taken(self):
+        with choosing():
+            product(*inputs())
+        ((made, algorithm),) = products._chosen.values()
+        assert algorithm[0] == 2
+        made.ran.clear()
+        product(*inputs())
+        assert made.ran == [2]
+
+    def test_several_weights_are_timed_and_shapes_apart(self):
+        x, weight, residual = inputs()
+        with choosing():
+            for other in (weight, weight + 1, weight + 2):
+                product(x, other, residual)
+            product(x, weight, None)
+            product(x[:, :1], weight, None)
+        assert len(products._chosen) == 3
+        assert FakeProduct.made[0].ran[:3] == [0, 0, 0]
+
+    def test_what_is_only_a_little_faster_is_not_preferred(self, monkeypatch):
+        monkeypatch.setattr(FakeProduct, "times", (3.0, 2.98, 3.5))
+        with choosing():
+            product(*inputs())
+        ((_, algorithm),) = products._chosen.values()
+        assert algorithm[0] == 0
+
+    def test_a_choice_outlives_the_process(self, monkeypatch):
+        with choosing():
+            product(*inputs())
+        monkeypatch.setattr(products, "_chosen", {})
+        products._kept.cache_clear()
+        monkeypatch.setattr(products, "_seconds", lambda run: pytest.fail("timed again"))
+        with choosing():
+            product(*inputs())
+        ((_, algorithm),) = products._chosen.values()
+        assert algorithm[0] == 2
+
+    @pytest.mark.parametrize("text", ["", "[]", "{", json.dumps({"x": "zz"})])
+    def test_a_damaged_file_is_no_choice(self, text):
+        products._file(0).parent.mkdir(parents=True, exist_ok=True)
+        products._file(0).write_text(text)
+        with choosing():
+            product(*inputs())
+        assert len(products._chosen) == 1
+
+    def test_an_algorithm_that_is_no_longer_proposed_is_no_choice(self):
+        name = str(library.Shape(3, 64, 128, torch.bfloat16, True))
+        products._file(0).parent.mkdir(parents=True, exist_ok=True)
+        products._file(0).write_text(json.dumps({name: "ff" * 64}))
+        with choosing():
+            product(*inputs())
+        ((_, algorithm),) = products._chosen.values()
+        assert algorithm[0] == 2
+
+    def test_without_the_library_it_is_torch(self, monkeypatch):
+        def missing(shape, device):
+            raise OSError("no libcublasLt")
+
+        monkeypatch.setattr(products, "Product", missing)
+        with choosing():
+            got = product(*inputs())
+        x, weight, residual = inputs()
+        assert torch.equal(got, residual + F.linear(x, weight)) and not products._chosen
+
+    def test_an_error_within_the_block_chooses_nothing(self):
+        with pytest.raises(KeyError), choosing():
+            product(*inputs())
+            raise KeyError
+        assert not products._chosen and products._noted is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "outputs", "width"), [(1, 6144, 4096), (3, 64, 128), (130, 4096, 14336), (256, 576, 1536)]
+)
+def test_every_proposal_gives_the_product(dtype, adds, rows, outputs, width):
+    x, weight, residual = inputs(rows, outputs, width, dtype, "cuda")
+    residual = residual if adds else None
+    want = F.linear(x.double(), weight.double()) + (residual.double() if adds else 0)
+    made = library.Product(library.Shape(rows, outputs, width, dtype, adds), 0)
+    proposals = made.proposals()
+    assert proposals
+    for algorithm in proposals:
+        out = torch.full((1, rows, outputs), torch.nan, dtype=dtype, device="cuda")
+        made.run(algorithm, x, weight, residual, out)
+        torch.testing.assert_close(out.double(), want, rtol=2e-2, atol=2e-2 * float(want.std()))
+
+
+@pytest.mark.gpu
+def test_chosen_products_are_replayed(tmp_path):
+    x, weight, residual = inputs(64, 4096, 4096, device="cuda")
+    want = residual + F.linear(x, weight)
+    with choosing():
+        product(x, weight, residual)
+    assert len(products._chosen) == 1 and list(tmp_path.glob("products-*.json"))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = product(x, weight, residual)
+    for _ in range(3):
+        got.fill_(torch.nan)
+        graph.replay()
+        torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
+    products._kept.cache_clear()
+    products._chosen.clear()
+    with choosing():
+        product(x, weight, residual)
+    assert torch.cuda.is_available() and len(products._chosen) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "change",
+    [lambda x, w, r: (x.float(), w.float(), r.float()), lambda x, w, r: (x[:, :, :64], w[:, :64], r),
+     lambda x, w, r: (x.expand(700, -1, -1), w, None), lambda x, w, r: (x, w, r[:, :1])],
+    ids=["fp32", "with gaps", "many rows", "broadcast"],
+)  # fmt: skip
+def test_what_cannot_be_chosen_for_is_torch(change):
+    x, weight, residual = change(*inputs(device="cuda"))
+    with choosing():
+        got = product(x, weight, residual)
+    want = F.linear(x, weight)
+    assert torch.equal(got, want if residual is None else residual + want) and not products._chosen
