@@ -99,7 +99,7 @@ class HFModel:
             self._linears = JoinedLinears(self.model, lambda: self.forward(ids, positions, None, _Probe()))
         if execution == "compiled":
             layers = self.layers("they cannot be compiled one by one; use execution='graph'")
-            self._compiled = CompiledLayers(layers, type(self.model).__name__, self._beside(layers))
+            self._compiled = CompiledLayers(layers, type(self.model).__name__, self._beside(layers), self._head())
 
     def forward(
         self,
@@ -165,6 +165,11 @@ class HFModel:
             if any(isinstance(child, nn.ModuleList) and list(child) == layers for child in children):
                 return [child for child in children if not any(map(_multiplies, child.modules()))]
         return []
+
+    def _head(self) -> nn.Linear | None:
+        """The output layer, if it is as torch made it and has no bias."""
+        head = self.model.get_output_embeddings()  # type: ignore[operator]
+        return head if type(head) is nn.Linear and head.bias is None and "forward" not in head.__dict__ else None
 
     def foresight(self) -> Foresight:
         """Raises UnsupportedModelError as ``layers`` does."""

@@ -29,6 +29,7 @@ from octavo.core.execution.layer_products import with_products
 from octavo.core.execution.layer_replays import LayerReplays, noting
 from octavo.core.execution.turning import without_turn
 from octavo.core.interfaces import AttentionStep, LayerTraits
+from octavo.kernels.cublas.product import product
 from octavo.kernels.lending import lent
 
 
@@ -122,9 +123,12 @@ class CompiledLayers:
         name: of the model, for errors.
         beside: what the model calls once a pass, before or behind its layers. A rotary embedding and a norm are a dozen
             launches, in which a GPU does next to nothing. Where torch finds parts that it cannot compile, they stay.
+        head: the output layer, which may choose how it multiplies.
     """
 
-    def __init__(self, layers: list[nn.Module], name: str, beside: Sequence[nn.Module] = ()) -> None:
+    def __init__(
+        self, layers: list[nn.Module], name: str, beside: Sequence[nn.Module] = (), head: nn.Linear | None = None
+    ) -> None:
         self._layers = layers
         self._name = name
         on_cpu = all(parameter.device.type == "cpu" for layer in layers for parameter in layer.parameters())
@@ -141,6 +145,8 @@ class CompiledLayers:
                 (module, MethodType(_compiled(type(module).forward, "inductor", fullgraph=False), module))
                 for module in beside
             ]
+            if head is not None:
+                self._forwards.append((head, lambda x: product(x, head.weight, None)))
         self._weights = 0
 
     @contextmanager
