@@ -101,12 +101,17 @@ def attend_in_step(q: Tensor, k: Tensor, v: Tensor, traits: LayerTraits) -> Tens
     return out
 
 
+FEW_ROWS_OPTIONS = {"triton.enable_pdl": True}
+"""For torch's compiler on a GPU where kernels are short: each is launched while the one before it runs (programmatic
+dependent launch, since Hopper)."""
+
+
 def two_versions(graph: GraphModule, examples: list[Any]) -> Callable[..., Any]:
     """A backend of ``torch.compile``: inductor, with a second version of a layer's code for steps that turn. These are
     steps of few rows, which may choose how they multiply, too."""
     few = without_turn(graph, torch.ops.octavo.attend_in_step, torch.ops.octavo.attend_turning_in_step)
     any_rows: Callable[..., Any] = torch._inductor.compile(graph, examples)
-    few_rows: Callable[..., Any] = torch._inductor.compile(with_products(few), examples)
+    few_rows: Callable[..., Any] = torch._inductor.compile(with_products(few), examples, options=FEW_ROWS_OPTIONS)
     return lambda *inputs: (few_rows if _turns else any_rows)(*inputs)
 
 
