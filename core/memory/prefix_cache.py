@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from hashlib import blake2b
 from typing import NewType
 
@@ -15,15 +16,21 @@ Tags = tuple[tuple[str, bytes], ...]
 """What a page's key says besides its tokens and its provenance, each part with a name."""
 
 KEY_BYTES = 32
+TOKEN_DTYPE = np.dtype("<i4")
+"""Of token ids in keys."""
 
 
 def digest256(*parts: tuple[str, bytes]) -> PageKey:
     """256-bit digest of tagged parts. Each tag and each content goes in with its length, so that no two lists of
     parts give the same bytes; nothing depends on the process (no ``hash()``, no addresses)."""
-    state = blake2b(digest_size=KEY_BYTES, person=b"octavo-page-v1")
-    for tag, content in parts:
-        state.update(len(tag).to_bytes(4, "little") + tag.encode() + len(content).to_bytes(8, "little") + content)
-    return PageKey(state.digest())
+    whole = b"".join([piece for tag, content in parts for piece in (_head(tag, len(content)), content)])
+    return PageKey(blake2b(whole, digest_size=KEY_BYTES, person=b"octavo-page-v1").digest())
+
+
+@lru_cache
+def _head(tag: str, size: int) -> bytes:
+    """What goes in front of a content of ``size`` bytes; pages have few sizes."""
+    return len(tag).to_bytes(4, "little") + tag.encode() + size.to_bytes(8, "little")
 
 
 def root_key(extra: Sequence[tuple[str, str]] = ()) -> PageKey:
@@ -38,7 +45,7 @@ def page_key(parent: PageKey, tokens: NDArray[np.int32], provenance: str = "", t
     Empty slots of a sealed page count as -1: the same tokens on a larger page are another key, because its units lie
     otherwise.
     """
-    parts = [("parent", bytes(parent)), ("tokens", np.ascontiguousarray(tokens, "<i4").tobytes()), *tags]
+    parts = [("parent", parent), ("tokens", np.ascontiguousarray(tokens, TOKEN_DTYPE).tobytes()), *tags]
     if provenance:
         parts.append(("provenance", provenance.encode()))
     return digest256(*parts)
@@ -76,7 +83,8 @@ class Node:
         self.host = [0] * groups
         self.children = 0
         self.start: int = parent.end if isinstance(parent, Node) else 0
-        self.end: int = self.start + int(np.count_nonzero(tokens >= 0))
+        held = len(tokens) if tokens[-1] >= 0 else int(np.count_nonzero(tokens >= 0))  # empty slots are the last ones
+        self.end: int = self.start + held
 
     def page(self, group: int) -> int:
         """A device page that holds this prefix's last page for a group of layers; 0 if there is none."""
@@ -166,8 +174,8 @@ class PrefixCache:
     def _list(self, node: Node) -> None:
         """Put a node in the index, and those in front of it: a sequence whose window has passed their pages may be the
         last to know them."""
-        while node not in self._nodes.get(node.key, ()):
-            self._nodes.setdefault(node.key, []).append(node)
+        while node not in (listed := self._nodes.setdefault(node.key, [])):
+            listed.append(node)
             if not isinstance(node.parent, Node):
                 return
             node = node.parent
