@@ -116,11 +116,6 @@ class DecodeBatch:
     def __len__(self) -> int:
         return len(self.sequences)
 
-    def alive(self) -> DecodeBatch:
-        """Without those that have ended since."""
-        reasons = [sequence.finish_reason for sequence in self.sequences]
-        return self.only(np.array([reason is None for reason in reasons])) if any(reasons) else self
-
     def following(self) -> DecodeBatch | None:
         """The next tokens of those that have one; None if there are none, or if the host must first read the tokens of
         this batch."""
@@ -153,11 +148,28 @@ class DecodeBatch:
 
     def settle(self) -> None:
         """The step is under way: its KV stands for all who come after it in the device's order."""
-        for sequence, draft in zip(self.sequences, self.drafting.tolist(), strict=True):
-            if draft:
-                sequence.drafts.tokens.append(UNREAD)
-            else:
-                sequence.computed += 1
+        for row in np.flatnonzero(self.drafting).tolist():
+            self.sequences[row].drafts.tokens.append(UNREAD)
+        for sequence in self._exact:
+            sequence.computed += 1
+
+    @property
+    def _exact(self) -> list[Sequence]:
+        """Those whose token is no draft."""
+        if not self.drafting.any():
+            return self.sequences
+        return [sequence for sequence, draft in zip(self.sequences, self.drafting.tolist(), strict=True) if not draft]
+
+    def take(self, tokens: NDArray[np.int64]) -> tuple[DecodeBatch, NDArray[np.int64]]:
+        """Let the members have the tokens int64 [n] that this step has drawn. Gives those for whom they are no drafts,
+        and these tokens."""
+        if self.drafting.any():
+            for row in np.flatnonzero(self.drafting).tolist():
+                self.sequences[row].drafts.read(int(tokens[row]))
+            return self.only(~self.drafting).take(tokens[~self.drafting])
+        for sequence, token in zip(self.sequences, tokens.tolist(), strict=True):
+            sequence.tokens.append(token)
+        return self, tokens
 
     def needs_look(self, tokens: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Which of the tokens int64 [n] that this step has drawn are, or may be, more than one more token."""
