@@ -39,33 +39,36 @@ class Publisher:
 
     def publish(self, sequences: Iterable[Sequence]) -> None:
         """Make the pages of some sequences findable that are full and are not yet."""
-        found: list[dict[int, tuple[Node, int]]] = [{} for _ in self._windows]  # by group: page -> node, priority
-        unchained, index = [], self._pool.index
-        for sequence in sequences:
-            if not self._cached:
+        if not self._cached:
+            for sequence in sequences:
                 sequence.full_at = NEVER
-                continue
-            layout, priority = sequence.layout, sequence.request.priority
-            done, full = len(sequence.nodes), sequence.findable_pages(sequence.computed)
-            sequence.full_at = layout.end_token(full)
-            if done == full:
-                continue
-            front: Parent = sequence.nodes[-1] if done else sequence.request.root
-            for number, (key, content) in enumerate(sequence.keyed(done, full), done):
-                front = node = index.enter(key, front, *content, lent=layout.lent(number))
-                sequence.nodes.append(node)
-                self._published(key, sequence)
-                for pages, table in zip(found, sequence.tables, strict=True):
-                    if (page := table.page(number)) not in index:
-                        pages.setdefault(page, (node, priority))
+            return
+        filled = [(s, len(s.nodes), s.findable_pages(s.computed)) for s in dict.fromkeys(sequences)]
+        for sequence, _, full in filled:
+            sequence.full_at = sequence.layout.end_token(full)
+        for sequence, done, full in filled:
+            self._enter(sequence, done, full)
+        numbered = [(sequence, number) for sequence, done, full in filled for number in range(done, full)]
+        for group in range(len(self._windows)):
+            found: dict[int, tuple[Node, int]] = {}  # page -> node, priority
+            for sequence, number in numbered:
+                page = sequence.tables[group].page(number)
+                if page not in self._pool.index:
+                    found.setdefault(page, (sequence.nodes[number], sequence.request.priority))
+            if found:
+                nodes, priorities = zip(*found.values(), strict=True)
+                self._make_findable(list(found), nodes, group, priorities)
+        for sequence, done, full in filled:
             if sequence.shelf is not None:
-                unchained.append(sequence.table.pages(done, full))
-        for group, pages in enumerate(found):
-            if pages:
-                nodes, priorities = zip(*pages.values(), strict=True)
-                self._make_findable(list(pages), nodes, group, priorities)
-        for pages_away in unchained:
-            self._pool.unchain(pages_away)
+                self._pool.unchain(sequence.table.pages(done, full))
+
+    def _enter(self, sequence: Sequence, done: int, full: int) -> None:
+        """Give a sequence the nodes of its pages ``done`` to ``full`` (exclusive)."""
+        front: Parent = sequence.nodes[-1] if done else sequence.request.root
+        for number, (key, content) in enumerate(sequence.keyed(done, full), done):
+            front = node = self._pool.index.enter(key, front, *content, lent=sequence.layout.lent(number))
+            sequence.nodes.append(node)
+            self._published(key, sequence)
 
     def make_findable(self, page: int, node: Node, group: int, priority: int) -> None:
         """Make a page findable as a node's, in a group of layers."""

@@ -16,6 +16,7 @@ Tags = tuple[tuple[str, bytes], ...]
 """What a page's key says besides its tokens and its provenance, each part with a name."""
 
 KEY_BYTES = 32
+_EMPTY = blake2b(digest_size=KEY_BYTES, person=b"octavo-page-v1")
 TOKEN_DTYPE = np.dtype("<i4")
 """Of token ids in keys."""
 
@@ -23,8 +24,10 @@ TOKEN_DTYPE = np.dtype("<i4")
 def digest256(*parts: tuple[str, bytes]) -> PageKey:
     """256-bit digest of tagged parts. Each tag and each content goes in with its length, so that no two lists of
     parts give the same bytes; nothing depends on the process (no ``hash()``, no addresses)."""
-    whole = b"".join([piece for tag, content in parts for piece in (_head(tag, len(content)), content)])
-    return PageKey(blake2b(whole, digest_size=KEY_BYTES, person=b"octavo-page-v1").digest())
+    state = _EMPTY.copy()
+    for tag, content in parts:
+        state.update(_head(tag, len(content)) + content)
+    return PageKey(state.digest())
 
 
 @lru_cache
@@ -110,13 +113,13 @@ class PrefixCache:
     ::
 
         key -> nodes         node -> parent, tokens, provenance, tags, pages of each group, host pages
-        page -> (node, group)
+        page -> node
     """
 
     def __init__(self, groups: int = 1) -> None:
         self._groups = groups
         self._nodes: dict[PageKey, list[Node]] = {}
-        self._of_page: dict[int, tuple[Node, int]] = {}
+        self._of_page: dict[int, Node] = {}
         self._made = 0
 
     def __len__(self) -> int:
@@ -141,11 +144,11 @@ class PrefixCache:
 
     def node(self, page: int) -> Node:
         """The node that a findable page holds."""
-        return self._of_page[page][0]
+        return self._of_page[page]
 
     def group(self, page: int) -> int:
         """The group of layers that a findable page is for."""
-        return self._of_page[page][1]
+        return next(group for group, pages in enumerate(self._of_page[page].pages) if page in pages)
 
     def enter(
         self,
@@ -184,12 +187,12 @@ class PrefixCache:
     def attach(self, page: int, node: Node, group: int = 0) -> None:
         """Make a page findable. Precondition: it is not findable yet."""
         assert page not in self._of_page, f"page {page} is published already"
-        self._of_page[page] = node, group
+        self._of_page[page] = node
         node.pages[group].append(page)
 
     def forget(self, page: int) -> None:
         """Take a page out of the index, because its memory is about to hold something else."""
-        node, group = self._of_page.pop(page)
+        group, node = self.group(page), self._of_page.pop(page)
         node.pages[group].remove(page)
         self.prune(node)
 
@@ -224,6 +227,6 @@ class PrefixCache:
                     raise AssertionError(
                         f"node {node.id} counts {node.children} children, not {children.get(node.id, 0)}"
                     )
-        for page, (node, group) in self._of_page.items():
-            if page not in node.pages[group]:
+        for page, node in self._of_page.items():
+            if not any(page in pages for pages in node.pages):
                 raise AssertionError(f"page {page} is not listed by its own node")
