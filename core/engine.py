@@ -346,7 +346,13 @@ class Engine:
         if flight.verification is not None:
             take_verified(self, flight)
             return
-        batch, tokens = flight.batch.take(self._runner.land(flight))
+        batch, tokens = flight.batch, self._runner.land(flight)
+        batch.take(tokens)
+        if batch.drafts:  # which are no news
+            exact = ~batch.drafting
+            if not exact.any():
+                return
+            batch, tokens = batch.only(exact), tokens[exact]
         if full := [sequence for sequence in batch.sequences if sequence.computed >= sequence.full_at]:
             self._publisher.publish(full)
         looks = batch.needs_look(tokens).tolist()
