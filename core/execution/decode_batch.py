@@ -135,6 +135,8 @@ class DecodeBatch:
     def following(self) -> DecodeBatch | None:
         """The next tokens of those that have one; None if there are none, or if the host must first read the tokens of
         this batch."""
+        if not self.sequences:
+            return None
         moved = self.at(self.starts + 1)
         if (moved.starts < self._bounds).all():
             return moved

@@ -26,7 +26,8 @@ def engine_of(sequences: int, prefix_cache: bool) -> Engine:
     for i in range(sequences):
         params = SamplingParams(max_tokens=400, temperature=0.6, seed=i, ignore_eos=True)
         engine.submit([(7 * i + at) % 500 for at in range(64 + i % 16)], params)
-    while not all(sequence.generated > 4 for sequence in engine._scheduler.running):
+    running = engine._scheduler.running
+    while len(running) < sequences or not all(sequence.generated > 4 for sequence in running):
         engine.step()
     return engine
 
