@@ -300,7 +300,8 @@ class Engine:
         """The next step's plan, if it is sure before the tokens of the last one are read: all that decoded in it and
         whose bounds allow one more token decode again, or verify their drafts, and nobody else has anything to do.
         Where the last one has verified drafts, they are read first, and the next round is as sure."""
-        flight, verification = self._flight, None
+        verification = None
+        self._flight = flight = None if self._flight is None else self._flight.alive()
         if flight is None or (self.recorder is not None and self.recorder.reads_tokens):
             return None
         if flight.verification is not None:  # where all go on depends on it
@@ -308,9 +309,9 @@ class Engine:
             batch = take_verified(self, flight)
             running = 0 if batch is None else len(batch)
         else:
-            alive = flight.batch.alive()
-            verification = Verification.behind(alive, self.config.step_tokens)
-            batch, running = alive.following() if verification is None else verification.batch, len(alive)
+            verification = Verification.behind(flight.batch, self.config.step_tokens)
+            batch = flight.batch.following() if verification is None else verification.batch
+            running = len(flight.batch)
         if batch is None or not self._runner.carries(batch):
             return None
         return self._scheduler.decode(batch, running, verification)
@@ -338,27 +339,24 @@ class Engine:
         """Let nothing be under way."""
         flight, self._flight = self._flight, None
         if flight is not None:
-            self._land(flight)
+            self._land(flight.alive())
 
     def _land(self, flight: Flight) -> None:
-        """Read a flight's tokens and make news of them."""
+        """Read the tokens of a flight of living sequences and make news of them."""
         if flight.verification is not None:
             take_verified(self, flight)
             return
         batch, tokens = flight.batch, self._runner.land(flight)
-        looks, drafting = batch.needs_look(tokens).tolist(), batch.drafting.tolist()
-        landed = []
-        for sequence, token, look, draft in zip(batch.sequences, tokens.tolist(), looks, drafting, strict=True):
-            if sequence.finish_reason is not None:
-                continue
-            if draft:
-                sequence.drafts.read(token)
-            else:
-                sequence.tokens.append(token)
-                landed.append((sequence, token, look))
-        if full := [sequence for sequence, *_ in landed if sequence.computed >= sequence.full_at]:
+        batch.take(tokens)
+        if batch.drafts:  # which are no news
+            exact = ~batch.drafting
+            if not exact.any():
+                return
+            batch, tokens = batch.only(exact), tokens[exact]
+        if full := [sequence for sequence in batch.sequences if sequence.computed >= sequence.full_at]:
             self._publisher.publish(full)
-        for sequence, token, look in landed:
+        looks = batch.needs_look(tokens).tolist()
+        for sequence, token, look in zip(batch.sequences, tokens.tolist(), looks, strict=True):
             if look:
                 sequence.drafts.begin()
                 self._undelivered.append(self._take(sequence, token))

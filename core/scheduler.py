@@ -175,17 +175,13 @@ class Scheduler:
         """
         if self.waiting or len(self.running) != running:
             return None
-        counts = np.ones(len(batch), np.int64)
         if verification is not None:
             if self.recorder is not None:
                 return None
-            counts += verification.drafts
             verification.call()
-        turning = batch.turning
-        fresh = np.array([self._is_fresh(batch.sequences[member]) for member in turning.tolist()], np.bool_)
-        growing, others = turning[fresh], [(batch.sequences[m], int(counts[m])) for m in turning[~fresh].tolist()]
+        growing, others = self._turning(batch, verification)
         units = len(growing) * self._page_units
-        if units + sum(sequence.units_for(count) for sequence, count in others) > self._pool.available:
+        if units + sum(sequence.units_for(count) for _, sequence, count in others) > self._pool.available:
             return None
         assert self.recorder is None or not self.recorder.reads_tokens, "some tokens are not known yet"
         self._step += 1
@@ -193,36 +189,42 @@ class Scheduler:
         if self.recorder is not None:
             self.recorder.stepping(self._step, self._pool.evictions)
         plan = StepPlan(
-            batch=batch, verification=verification, ahead=True, changed=[sequence for sequence, _ in others]
+            batch=batch, verification=verification, ahead=True, changed=[sequence for _, sequence, _ in others]
         )
-        if len(growing):
+        if growing:
             self._pool.prepare(units)
-            members = [batch.sequences[member] for member in growing.tolist()]
-            pages = append_pages([sequence.table for sequence in members], self._pool, self._page_units)
-            plan.growth = Growth(growing, pages)
+            members = [batch.sequences[member] for member in growing]
+            tables = [sequence.table for sequence in members]
+            plan.growth = Growth(np.array(growing), append_pages(tables, self._pool, self._page_units))
             for sequence in members:
                 sequence.writable += self._page_tokens
             batch.turns[growing] += self._page_tokens
-        for sequence, count in others:
+        for member, sequence, count in others:
             sequence.drop_unseen()
             self._pool.prepare(sequence.units_for(count))
             self._take_pages(sequence, count, plan)
-        if others:
-            batch.turns[turning[~fresh]] = [sequence.turn for sequence, _ in others]
-        for sequence in batch.sequences:
-            sequence.served_at = self._step
+            batch.turns[member] = sequence.turn
         if self.recorder is not None:
-            for member in turning.tolist():
+            for member in sorted([*growing, *(member for member, *_ in others)]):
                 if not batch.drafting[member]:
                     self.recorder.placed(batch.sequences[member], int(batch.starts[member]) + 1)
             self.recorder.planned(self._pool.evictions)
         return plan
 
-    def _is_fresh(self, sequence: Sequence) -> bool:
-        """Whether a sequence that needs a look at its pages takes one more page of text behind them, and that is
-        all."""
-        full = sequence.writable == sequence.table.n_pages * self._page_tokens
-        return full and not self._windowed and sequence.layout.uniform
+    def _turning(
+        self, batch: DecodeBatch, verification: Verification | None
+    ) -> tuple[list[int], list[tuple[int, Sequence, int]]]:
+        """The members of a batch whose pages must be seen to: those that take one more page of text behind theirs, and
+        that is all, and the others, with their sequences and tokens. Pages of a batch are of one size."""
+        growing, others = [], []
+        for member in batch.turning.tolist():
+            sequence = batch.sequences[member]
+            if not self._windowed and sequence.writable == sequence.table.n_pages * self._page_tokens:
+                growing.append(member)
+            else:
+                drafts = 0 if verification is None else int(verification.drafts[member])
+                others.append((member, sequence, 1 + drafts))
+        return growing, others
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence that holds no pages."""

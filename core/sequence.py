@@ -445,9 +445,8 @@ class Sequence:
             return
         layout, begin, end = self.layout, self.layout.first_token(first), self.layout.end_token(stop - 1)
         if layout.uniform and (self.request.method is None or end <= self.sparse_spans[0].start):
-            known, page_tokens = np.array(self.tokens[begin:end], np.int32), layout.page_slots(0)
-            for at in range(0, len(known), page_tokens):
-                yield known[at : at + page_tokens], "", ()
+            for tokens in np.array(self.tokens[begin:end], np.int32).reshape(stop - first, -1):
+                yield tokens, "", ()
             return
         before, past = (layout.first_entry(page) * layout.unit_tokens for page in (first, stop))
         slots = np.full(past - before, -1, np.int32)

@@ -20,21 +20,38 @@ def upload(array: NDArray[np.generic], device: torch.device) -> Tensor:
     return host.pin_memory().to(device, non_blocking=True)
 
 
-class Download:
-    """A device tensor's way to the host, begun now and waited for later."""
+Landing = tuple[Tensor, torch.cuda.Event | None]
+"""Host memory, and the event that tells when it is written; None where it is written at once."""
 
-    def __init__(self, source: Tensor) -> None:
-        self._event: torch.cuda.Event | None = None
+
+class Download:
+    """A device tensor's way to the host, begun now and waited for later, once.
+
+    ``spare`` are landings of earlier downloads of this shape and dtype, to be used again: pinned memory and an event
+    that are had anew cost more than the copy.
+    """
+
+    def __init__(self, source: Tensor, spare: list[Landing] | None = None) -> None:
+        self._spare = [] if spare is None else spare
         if source.device.type != "cuda":
-            self._host = source.clone()
+            self._landing: Landing = source.clone(), None
             return
-        self._host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
-        self._host.copy_(source, non_blocking=True)
-        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._event.record()
+        if self._spare:
+            self._landing = self._spare.pop()
+        else:
+            host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+            self._landing = host, torch.cuda.Event()  # type: ignore[no-untyped-call]
+        host, event = self._landing
+        host.copy_(source, non_blocking=True)
+        if event is not None:
+            event.record()
 
     def wait(self) -> Tensor:
         """The values, once they are there."""
-        if self._event is not None:
-            self._event.synchronize()
-        return self._host
+        host, event = self._landing
+        if event is None:
+            return host
+        event.synchronize()
+        values = host.clone()
+        self._spare.append(self._landing)
+        return values

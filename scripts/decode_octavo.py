@@ -109,8 +109,11 @@ class Octavo:
                 f"{shape.name}: {new_tokens} steps brought {found} tokens instead of {new_tokens * shape.batch}, with "
                 f"a pool of {self._settings.pool_tokens} tokens; give a larger engine.pool_tokens"
             )
-        host_s = (in_steps_s - sum(waited)) / new_tokens if self._counts_waiting else None
-        return Stretch(step_s, prefill_s, host_s, peak)
+        host_s = wait_s = None
+        if self._counts_waiting:  # which spins, so that a thread's processor time does not tell it from work
+            wait_s = sum(waited) / new_tokens
+            host_s = in_steps_s / new_tokens - wait_s
+        return Stretch(step_s, prefill_s, host_s, wait_s, peak)
 
     def serve(self, workload: Workload) -> float:
         from octavo.core import SamplingParams

@@ -38,7 +38,7 @@ class BySlope(ABC):
         short = self.generate(prompts, SHORT_TOKENS)
         long = self.generate(prompts, SHORT_TOKENS + shape.new_tokens)
         step_s = (long - short) / shape.new_tokens
-        return Stretch(step_s, short - (SHORT_TOKENS - 1) * step_s, None, device_bytes_peak(self.device))
+        return Stretch(step_s, short - (SHORT_TOKENS - 1) * step_s, None, None, device_bytes_peak(self.device))
 
 
 class Transformers(BySlope):

@@ -38,7 +38,7 @@ def _step_row(own: Sequence[Sample], floor: Floor) -> Row:
     shape = StepShape(first["batch"], first["context"], first["new_tokens"])
     steps = [sample["step_s"] for sample in own]
     step_s, floor_s = median(steps), floor.step_s(shape.batch, shape.kv_tokens)
-    hosts = [sample["host_s"] for sample in own if sample["host_s"] is not None]
+    hosts = [(sample["host_s"], sample["wait_s"]) for sample in own if sample["host_s"] is not None]
     return {
         "batch": shape.batch,
         "context": shape.context,
@@ -50,7 +50,8 @@ def _step_row(own: Sequence[Sample], floor: Floor) -> Row:
         "ms_per_step_max": 1e3 * max(steps),
         "tokens_per_s": shape.batch / step_s,
         "prefill_tokens_per_s": shape.batch * shape.context / median(sample["prefill_s"] for sample in own),
-        "host_ms_per_step": 1e3 * median(hosts) if hosts else None,
+        "host_ms_per_step": 1e3 * median(host for host, _ in hosts) if hosts else None,
+        "wait_ms_per_step": 1e3 * median(wait for _, wait in hosts) if hosts else None,
         "device_bytes_peak": max(
             (s["device_bytes_peak"] for s in own if s["device_bytes_peak"] is not None), default=None
         ),

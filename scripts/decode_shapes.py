@@ -46,12 +46,14 @@ class Stretch:
         step_s: of one decode step, the mean over the timed ones.
         prefill_s: until all prompts are computed and each sequence has a token.
         host_s: of a step, what the host takes in it outside of waiting for tokens; None if nobody can tell.
+        wait_s: of a step, what it waits for tokens; None if nobody can tell.
         device_bytes_peak: of the device's memory that torch gave; None on a CPU.
     """
 
     step_s: float
     prefill_s: float
     host_s: float | None
+    wait_s: float | None
     device_bytes_peak: int | None
 
 

@@ -134,6 +134,7 @@ HEADINGS = {
     "tokens_per_s": "tokens/s",
     "tokens_per_s_ratio": "x default",
     "host_ms_per_step": "host ms a step",
+    "wait_ms_per_step": "wait ms a step",
     "step_p99_ms": "p99 step ms",
     "step_p99_ratio": "x default",
     "slots_held_peak": "slots held",

@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import logging
 import time
+from bisect import bisect_left
 from collections.abc import Sequence as Sequential
 from dataclasses import dataclass, field
 from typing import Any
@@ -140,7 +141,7 @@ class DecodeProgram:
 
     def bucket(self, rows: int) -> int:
         """The smallest prepared batch of at least ``rows``."""
-        return next(size for size in self._buckets if size >= rows)
+        return self._buckets[bisect_left(self._buckets, rows)]
 
     def launch(self, sets: Sequential[RowSet]) -> Tensor:
         """Decode one token in each row of the sets, which are all that the state has been told of; see below."""

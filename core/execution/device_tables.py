@@ -75,7 +75,8 @@ class DeviceTables:
                         if number == 0:
                             self._write_positions(sequence)
             first_slice += slices
-        self._write(changes, written)
+        units, counts, places = (np.concatenate(columns) for columns in zip(*changes, strict=True))
+        self._write(packed(units, counts), places, written)
 
     def grow(self, sequences: list[Sequence], numbers: NDArray[np.int64], pages: Pages) -> None:
         """Write one more full page of text of each of some sequences with one table, number ``numbers[i]`` of it. All
@@ -85,15 +86,19 @@ class DeviceTables:
         width = layout.page_entries(0)
         self._widen((int(numbers.max()) + 1) * width)
         places = self.rows(sequences) * self.entries.shape[2] + numbers * width
-        places = self._in_slices((places[:, None] + np.arange(width)).ravel(), 0, tables[0].slices)
+        if width > 1:
+            places = (places[:, None] + np.arange(width)).ravel()
         units = tables[0].listed(pages, width).ravel().astype(np.int64)
-        self._write([(units, np.full(len(units), layout.unit_tokens), places)], tables)
+        self._write(packed(units, layout.unit_tokens), self._in_slices(places, 0, tables[0].slices), tables)
 
-    def _write(self, changes: list[Entries], tables: list[BlockTable]) -> None:
-        """Write entries, after which ``tables`` are up to date."""
-        units, counts, places = (np.concatenate(columns) for columns in zip(*changes, strict=True))
-        both = upload(np.stack([places, packed(units, counts)]), self.entries.device)  # one copy, not two
-        self.entries.view(-1).index_copy_(0, both[0], both[1].int())
+    def _write(self, entries: NDArray[np.int64], places: NDArray[np.int64], tables: list[BlockTable]) -> None:
+        """Write packed entries, after which ``tables`` are up to date."""
+        count = len(places)
+        both = np.empty(count + (count + 1) // 2, np.int64)  # one copy, not two, and no conversion on the device
+        both[:count] = places
+        both[count:].view(np.int32)[:count] = entries
+        sent = upload(both, self.entries.device)
+        self.entries.view(-1).index_copy_(0, sent[:count], sent[count:].view(torch.int32)[:count])
         for table in tables:  # only now: a copy that failed is made again
             table.stale_from = table.n_pages
 
@@ -130,6 +135,8 @@ class DeviceTables:
 
     def _in_slices(self, places: NDArray[np.int64], first: int, slices: int) -> NDArray[np.int64]:
         """Places of the entries of one slice in each of several."""
+        if first == 0 and slices == 1:
+            return places
         stride = self.entries.shape[1] * self.entries.shape[2]
         return (np.arange(first, first + slices)[:, None] * stride + places).ravel()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,3 +30,11 @@ class Flight:
     rows: NDArray[np.int64]
     news: Download
     verification: Verification | None = None
+
+    def alive(self) -> Flight:
+        """Without those that have ended since; who reads a verification leaves them out itself."""
+        reasons = [sequence.finish_reason for sequence in self.batch.sequences]
+        if self.verification is not None or not any(reasons):
+            return self
+        standing = np.array([reason is None for reason in reasons])
+        return replace(self, batch=self.batch.only(standing), rows=self.rows[standing])

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Sequential
 
 from octavo.core.memory.host_tier import HostTier
 from octavo.core.memory.layer_groups import LayerPlan
 from octavo.core.memory.page_pool import PagePool, Units
-from octavo.core.memory.prefix_cache import Node, PageKey
+from octavo.core.memory.prefix_cache import Node, PageKey, Parent
 from octavo.core.memory.transfer_costs import PageCosts
 from octavo.core.sequence import NEVER, Sequence
 
@@ -38,31 +39,36 @@ class Publisher:
 
     def publish(self, sequences: Iterable[Sequence]) -> None:
         """Make the pages of some sequences findable that are full and are not yet."""
-        found: list[dict[int, tuple[Node, int]]] = [{} for _ in self._windows]  # by group: page -> node, priority
-        unchained = []
-        for sequence in sequences:
-            if not self._cached:
+        if not self._cached:
+            for sequence in sequences:
                 sequence.full_at = NEVER
-                continue
-            done, full = len(sequence.nodes), sequence.findable_pages(sequence.computed)
+            return
+        filled = [(s, len(s.nodes), s.findable_pages(s.computed)) for s in dict.fromkeys(sequences)]
+        for sequence, _, full in filled:
             sequence.full_at = sequence.layout.end_token(full)
-            listed = [table.pages(done, full).tolist() for table in sequence.tables]
-            for number, (key, content) in enumerate(sequence.keyed(done, full), done):
-                parent = sequence.nodes[-1] if sequence.nodes else sequence.request.root
-                lent = sequence.layout.lent(number)
-                node = self._pool.index.enter(key, parent, *content, lent=lent)
-                sequence.nodes.append(node)
-                self._published(key, sequence)
-                for pages, own in zip(found, listed, strict=True):
-                    if own[number - done] not in self._pool.index:
-                        pages.setdefault(own[number - done], (node, sequence.request.priority))
+        for sequence, done, full in filled:
+            self._enter(sequence, done, full)
+        numbered = [(sequence, number) for sequence, done, full in filled for number in range(done, full)]
+        for group in range(len(self._windows)):
+            found: dict[int, tuple[Node, int]] = {}  # page -> node, priority
+            for sequence, number in numbered:
+                page = sequence.tables[group].page(number)
+                if page not in self._pool.index:
+                    found.setdefault(page, (sequence.nodes[number], sequence.request.priority))
+            if found:
+                nodes, priorities = zip(*found.values(), strict=True)
+                self._make_findable(list(found), nodes, group, priorities)
+        for sequence, done, full in filled:
             if sequence.shelf is not None:
-                unchained.append(sequence.table.pages(done, full))
-        for group, pages in enumerate(found):
-            nodes, priorities = [node for node, _ in pages.values()], [priority for _, priority in pages.values()]
-            self._make_findable(list(pages), nodes, group, priorities)
-        for pages_away in unchained:
-            self._pool.unchain(pages_away)
+                self._pool.unchain(sequence.table.pages(done, full))
+
+    def _enter(self, sequence: Sequence, done: int, full: int) -> None:
+        """Give a sequence the nodes of its pages ``done`` to ``full`` (exclusive)."""
+        front: Parent = sequence.nodes[-1] if done else sequence.request.root
+        for number, (key, content) in enumerate(sequence.keyed(done, full), done):
+            front = node = self._pool.index.enter(key, front, *content, lent=sequence.layout.lent(number))
+            sequence.nodes.append(node)
+            self._published(key, sequence)
 
     def make_findable(self, page: int, node: Node, group: int, priority: int) -> None:
         """Make a page findable as a node's, in a group of layers."""
@@ -77,7 +83,9 @@ class Publisher:
         if node.host[group] or needed or self._costs.restore_is_cheaper(nbytes, node.end - node.start, node.start):
             self._host.store(units, node, group)
 
-    def _make_findable(self, pages: list[int], nodes: list[Node], group: int, priorities: list[int]) -> None:
+    def _make_findable(
+        self, pages: Sequential[int], nodes: Sequential[Node], group: int, priorities: Sequential[int]
+    ) -> None:
         """Behind a window a page may be evicted before what comes after it."""
         seconds = [self._costs.recompute_seconds(node.end - node.start, node.start) for node in nodes]
         chained = not self._windows[group]

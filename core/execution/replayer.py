@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from octavo.core.execution.choosers import Choosers, composition
 from octavo.core.execution.decode_batch import DecodeBatch
@@ -20,7 +21,7 @@ from octavo.core.interfaces import SparseMethod
 from octavo.core.memory.digests import DigestStore
 from octavo.core.sequence import Sequence
 from octavo.core.step_plan import Chunk
-from octavo.core.uploads import Download
+from octavo.core.uploads import Download, Landing
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,7 @@ class Replayer:
         self._digests_of = digests_of
         self._accounts = accounts
         self._page_tokens = page_tokens
+        self._landings: dict[tuple[int, ...], list[Landing]] = {}
         self._lineup: _Lineup | None = None
         self._under: dict[Sequence, str] = {}  # who was in the last replayed step, and under which method
 
@@ -110,7 +112,7 @@ class Replayer:
             if dense is not None and self._runs is not None:
                 shared = self._runs.find(dense.sequences, batch.starts[dense.numbers])
             sets = [self._row_set(batch, under, came_from, shared if under is dense else None) for under in lineup.sets]
-            flight = Flight(batch, lineup.rows, Download(self.program.launch(sets)))
+            flight = Flight(batch, lineup.rows, self._download(self.program.launch(sets)))
         except BaseException:
             self.forget()
             raise
@@ -128,7 +130,7 @@ class Replayer:
             rows = lineup.rows if lineup is not None and stays else self._tables.rows(batch.sequences)
             self.program.state.verify(batch, rows)
             news = self.program.verify_step(rows, verification.drafts, verification.asked())
-            return Flight(batch, rows, Download(news), verification)
+            return Flight(batch, rows, self._download(news), verification)
         except BaseException:
             self.forget()
             raise
@@ -154,6 +156,9 @@ class Replayer:
         tokens: NDArray[np.int64] = news[0, flight.rows]
         return tokens
 
+    def _download(self, news: Tensor) -> Download:
+        return Download(news, self._landings.setdefault(news.shape, []))
+
     def _line_up(self, batch: DecodeBatch, choosers: NDArray[np.int64], running: Iterable[Sequence]) -> _Lineup:
         if self._has_gaps(self._tables.rows(batch.sequences)):
             self._tables.sync(running)  # whoever has ended leaves a row free
@@ -173,13 +178,15 @@ class Replayer:
     def _row_set(
         self, batch: DecodeBatch, under: _Under, came_from: NDArray[np.int64], shared: SharedRuns | None
     ) -> RowSet:
-        method, starts = under.method, batch.starts[under.numbers]
+        method = under.method
+        if method is None:
+            return RowSet(under.rows, runs=None if shared is None else shared.groups)
+        starts = batch.starts[under.numbers]
         return RowSet(
             rows=under.rows,
             method=method,
             longest=-(-(int(starts.max()) + 1) // self._page_tokens),
-            digests=None if method is None else self._digests(method, under, starts, came_from[under.numbers]),
-            runs=None if shared is None else shared.groups,
+            digests=self._digests(method, under, starts, came_from[under.numbers]),
         )
 
     def _digests(

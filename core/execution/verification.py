@@ -16,7 +16,6 @@ program cannot do is computed as any chunk is (``octavo.core.execution.drafts`` 
 
 from __future__ import annotations
 
-from copy import copy
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -48,10 +47,9 @@ class Verification:
         """What comes behind a step of ``batch`` that draws the last draft of somebody's round; None if it draws none,
         or if what comes is not for one program: rounds of several lengths, tokens that the host must draw, other sparse
         methods beside, or more than ``step_tokens`` tokens."""
-        if not batch.most.any():
+        if not batch.drafts:
             return None
-        ended = copy(batch)
-        ended.starts = batch.starts + 1
+        ended = batch.at(batch.starts + 1)
         ended = ended.only(ended.starts < ended.stops)
         drafting, halting = ended.drafting, ended.starts >= ended.halts
         due = ended.most[drafting & halting]

@@ -66,6 +66,10 @@ class BlockTable:
             return self._root[first].pages[within].copy()
         return np.concatenate([leaf.pages for leaf in self._root[first : last + 1]])[within]
 
+    def page(self, number: int) -> int:
+        """One page by its first unit; 0 is a hole."""
+        return int(self._root[number // LEAF_PAGES].pages[number % LEAF_PAGES])
+
     @property
     def held(self) -> Pages:
         """The pages that are no holes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from heapq import heapify, heappop, heappush
 
 import numpy as np
@@ -64,8 +65,13 @@ class IdlePages:
 
     def published(self, page: int, node: int, parent: int) -> None:
         """A held page became findable as ``node``, behind the node ``parent`` (0: at the head of a chain)."""
+        self.published_each([page], [node], [parent])
+
+    def published_each(self, pages: Iterable[int], nodes: Iterable[int], parents: Iterable[int]) -> None:
+        """The same for several pages; those in front come first."""
         if self._chained:
-            self._chains.published(page, node, parent)
+            for page, node, parent in zip(pages, nodes, parents, strict=True):
+                self._chains.published(page, node, parent)
             self._changed()
 
     def forgotten(self, page: int) -> None:

@@ -45,13 +45,13 @@ class FactsBook:
         ``priority`` is the request's, ``recompute_s`` seconds and ``nbytes`` bytes of each page (> 0).
         """
         facts = self.facts
-        facts.published[pages] = self.clock
-        facts.uses[pages] = 0
+        facts.published[pages] = facts.last_used[pages] = self.clock
+        facts.uses[pages] = 1
         facts.history[pages] = -1
+        facts.history[pages, 0] = self.clock
         facts.priority[pages] = priority
         facts.recompute_s[pages] = recompute_s
         facts.nbytes[pages] = nbytes
-        self.touch(pages, priority)
 
     def touch(self, pages: Pages, priority: NDArray[np.int64] | int) -> None:
         """One more use of each of ``pages`` (each at most once in the array) begins, by a request of ``priority``."""

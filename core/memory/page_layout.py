@@ -287,8 +287,7 @@ class PageLayout:
 
     def full_pages(self, tokens: int) -> int:
         """Pages of which all tokens are among the first ``tokens``: those that may be published."""
-        pages = self.pages_for(tokens)
-        return pages if pages == 0 or self.is_sealed_full(pages - 1, tokens) else pages - 1
+        return self.page_of(tokens)  # the page of the next token is the first that is not full
 
     def waste(self, tokens: int) -> int:
         """Slots of the pages that hold the first ``tokens`` tokens, less the tokens."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -241,21 +241,22 @@ class PagePool:
 
     def publish_each(
         self,
-        pages: list[int],
-        nodes: list[Node],
+        pages: Sequence[int],
+        nodes: Sequence[Node],
         group: int,
         *,
         chained: bool,
-        priorities: list[int],
-        recompute_s: list[float],
+        priorities: Sequence[int],
+        recompute_s: Sequence[float],
     ) -> None:
         """The same for several pages, each as the node's at its place; those in front come first."""
         for page, node in zip(pages, nodes, strict=True):
             self.index.attach(page, node, group)
-            if chained:
-                self._idle.published(page, node.id, node.parent.id if isinstance(node.parent, Node) else 0)
-            else:
-                self._idle.published(page, self.index.new_number(), 0)
+        if chained:
+            parents = [node.parent.id if isinstance(node.parent, Node) else 0 for node in nodes]
+            self._idle.published_each(pages, [node.id for node in nodes], parents)
+        else:
+            self._idle.published_each(pages, [self.index.new_number() for _ in pages], [0] * len(pages))
         numbers = np.array(pages, np.int32)
         self._findable[numbers] = True
         nbytes = self.size[numbers].astype(np.int64) * self.unit_bytes

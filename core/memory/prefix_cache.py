@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from hashlib import blake2b
 from typing import NewType
 
@@ -15,15 +16,24 @@ Tags = tuple[tuple[str, bytes], ...]
 """What a page's key says besides its tokens and its provenance, each part with a name."""
 
 KEY_BYTES = 32
+_EMPTY = blake2b(digest_size=KEY_BYTES, person=b"octavo-page-v1")
+TOKEN_DTYPE = np.dtype("<i4")
+"""Of token ids in keys."""
 
 
 def digest256(*parts: tuple[str, bytes]) -> PageKey:
     """256-bit digest of tagged parts. Each tag and each content goes in with its length, so that no two lists of
     parts give the same bytes; nothing depends on the process (no ``hash()``, no addresses)."""
-    state = blake2b(digest_size=KEY_BYTES, person=b"octavo-page-v1")
+    state = _EMPTY.copy()
     for tag, content in parts:
-        state.update(len(tag).to_bytes(4, "little") + tag.encode() + len(content).to_bytes(8, "little") + content)
+        state.update(_head(tag, len(content)) + content)
     return PageKey(state.digest())
+
+
+@lru_cache
+def _head(tag: str, size: int) -> bytes:
+    """What goes in front of a content of ``size`` bytes; pages have few sizes."""
+    return len(tag).to_bytes(4, "little") + tag.encode() + size.to_bytes(8, "little")
 
 
 def root_key(extra: Sequence[tuple[str, str]] = ()) -> PageKey:
@@ -38,7 +48,7 @@ def page_key(parent: PageKey, tokens: NDArray[np.int32], provenance: str = "", t
     Empty slots of a sealed page count as -1: the same tokens on a larger page are another key, because its units lie
     otherwise.
     """
-    parts = [("parent", bytes(parent)), ("tokens", np.ascontiguousarray(tokens, "<i4").tobytes()), *tags]
+    parts = [("parent", parent), ("tokens", np.ascontiguousarray(tokens, TOKEN_DTYPE).tobytes()), *tags]
     if provenance:
         parts.append(("provenance", provenance.encode()))
     return digest256(*parts)
@@ -76,7 +86,8 @@ class Node:
         self.host = [0] * groups
         self.children = 0
         self.start: int = parent.end if isinstance(parent, Node) else 0
-        self.end: int = self.start + int(np.count_nonzero(tokens >= 0))
+        held = len(tokens) if tokens[-1] >= 0 else int(np.count_nonzero(tokens >= 0))  # empty slots are the last ones
+        self.end: int = self.start + held
 
     def page(self, group: int) -> int:
         """A device page that holds this prefix's last page for a group of layers; 0 if there is none."""
@@ -102,13 +113,13 @@ class PrefixCache:
     ::
 
         key -> nodes         node -> parent, tokens, provenance, tags, pages of each group, host pages
-        page -> (node, group)
+        page -> node
     """
 
     def __init__(self, groups: int = 1) -> None:
         self._groups = groups
         self._nodes: dict[PageKey, list[Node]] = {}
-        self._of_page: dict[int, tuple[Node, int]] = {}
+        self._of_page: dict[int, Node] = {}
         self._made = 0
 
     def __len__(self) -> int:
@@ -133,11 +144,11 @@ class PrefixCache:
 
     def node(self, page: int) -> Node:
         """The node that a findable page holds."""
-        return self._of_page[page][0]
+        return self._of_page[page]
 
     def group(self, page: int) -> int:
         """The group of layers that a findable page is for."""
-        return self._of_page[page][1]
+        return next(group for group, pages in enumerate(self._of_page[page].pages) if page in pages)
 
     def enter(
         self,
@@ -166,8 +177,8 @@ class PrefixCache:
     def _list(self, node: Node) -> None:
         """Put a node in the index, and those in front of it: a sequence whose window has passed their pages may be the
         last to know them."""
-        while node not in self._nodes.get(node.key, ()):
-            self._nodes.setdefault(node.key, []).append(node)
+        while node not in (listed := self._nodes.setdefault(node.key, [])):
+            listed.append(node)
             if not isinstance(node.parent, Node):
                 return
             node = node.parent
@@ -176,12 +187,12 @@ class PrefixCache:
     def attach(self, page: int, node: Node, group: int = 0) -> None:
         """Make a page findable. Precondition: it is not findable yet."""
         assert page not in self._of_page, f"page {page} is published already"
-        self._of_page[page] = node, group
+        self._of_page[page] = node
         node.pages[group].append(page)
 
     def forget(self, page: int) -> None:
         """Take a page out of the index, because its memory is about to hold something else."""
-        node, group = self._of_page.pop(page)
+        group, node = self.group(page), self._of_page.pop(page)
         node.pages[group].remove(page)
         self.prune(node)
 
@@ -216,6 +227,6 @@ class PrefixCache:
                     raise AssertionError(
                         f"node {node.id} counts {node.children} children, not {children.get(node.id, 0)}"
                     )
-        for page, (node, group) in self._of_page.items():
-            if page not in node.pages[group]:
+        for page, node in self._of_page.items():
+            if not any(page in pages for pages in node.pages):
                 raise AssertionError(f"page {page} is not listed by its own node")

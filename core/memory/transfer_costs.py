@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import statistics
 import time
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
@@ -62,13 +64,19 @@ class TransferCosts:
 
         ``parameters`` are those that multiply a token: all but an embedding table that is only looked up.
         """
-        seen = {window: min(position + tokens / 2, window or math.inf) for window in set(spec.windows)}
-        keys = sum(spec.windows.count(window) * tokens * seen[window] for window in seen)
+        reach = position + tokens / 2
+        keys = sum(layers * tokens * min(reach, bound) for bound, layers in _bounds(spec.windows))
         return (2 * parameters * tokens + 4 * spec.q_heads * spec.head_dim * keys) / self.flops_per_s
 
     def restore_is_cheaper(self, nbytes: int, tokens: int, position: int, parameters: int, spec: ModelSpec) -> bool:
         """Whether to bring a page back; also when it makes no difference, since the device computes meanwhile."""
         return self.restore_seconds(nbytes) <= self.recompute_seconds(tokens, position, parameters, spec)
+
+
+@lru_cache
+def _bounds(windows: tuple[int, ...]) -> list[tuple[float, int]]:
+    """The most keys that a query sees, and in how many layers: once a model, since every page that is filled asks."""
+    return [(window or math.inf, layers) for window, layers in Counter(windows).items()]
 
 
 NOMINAL_FLOPS_PER_S = {"cpu": 1e11, "cuda": 1e14}

@@ -34,6 +34,6 @@ def spent(engine: Engine, times: int, steps: int, unit: str) -> str:
             engine.step()
     calls = pstats.Stats(profile).total_calls / times  # type: ignore[attr-defined]
     return (
-        f"{calls:.0f} calls a {unit}, {statistics.median(took):.2f} ms "
-        f"(least {took[0]:.2f}, p90 {took[times * 9 // 10]:.2f})"
+        f"{calls:.0f} calls a {unit}, {statistics.median(took):.3f} ms "
+        f"(least {took[0]:.3f}, p90 {took[times * 9 // 10]:.3f})"
     )

@@ -201,7 +201,7 @@ class TestIndex:
             (lambda index, node: setattr(node, "children", 5), "node 1 counts 5 children, not 1"),
             (lambda index, node: index._of_page.pop(1), "differ from nodes of pages"),
             (lambda index, node: enter(index, node, 9), "node 3 is kept and nothing needs it"),
-            (lambda index, node: index._of_page.update({1: (index.node(2), 0)}), "page 1 is not listed by its own"),
+            (lambda index, node: index._of_page.update({1: index.node(2)}), "page 1 is not listed by its own"),
         ],
         ids=["key", "children", "page", "idle_node", "node"],
     )

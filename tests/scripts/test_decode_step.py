@@ -138,7 +138,7 @@ class TestOctavo:
         whole = [news for computing, news in timed if computing == 0 and news]
         assert whole.count(3) >= SHAPE.new_tokens and contender.engine.stats().units_held == 0
         assert stretch.step_s > 0 and stretch.prefill_s > 0
-        assert stretch.host_s is None and stretch.device_bytes_peak is None  # nothing to tell apart on a CPU
+        assert stretch.host_s is stretch.wait_s is stretch.device_bytes_peak is None  # nothing to tell apart on a CPU
 
     def test_the_longest_output_is_enough(self) -> None:
         """Five steps of at least 13 prompt tokens, four to warm up, six timed, two ahead."""
@@ -171,7 +171,7 @@ class TestRivals:
                 return 2.0 + 0.5 * new_tokens  # whose first token comes out of the prompt
 
         stretch = Fake().stretch(SHAPE, seed=0)
-        assert (stretch.step_s, stretch.prefill_s, stretch.host_s) == (0.5, 2.5, None)
+        assert (stretch.step_s, stretch.prefill_s, stretch.host_s, stretch.wait_s) == (0.5, 2.5, None, None)
 
     def test_transformers_generates_all(self, model: Any) -> None:
         assert Transformers(model).generate(SHAPE.prompts(512, 0), 5) > 0
@@ -218,7 +218,8 @@ def step(execution: str, number: int, step_s: float) -> dict[str, Any]:
         "name": "octavo" if execution else "vllm",
         "execution": execution,
         **{"batch": 2, "context": 8, "new_tokens": 4},
-        **{"step_s": step_s, "prefill_s": 0.5, "host_s": 0.1 if execution else None, "device_bytes_peak": 100 + number},
+        **{"step_s": step_s, "prefill_s": 0.5, "device_bytes_peak": 100 + number},
+        **{"host_s": 0.1 if execution else None, "wait_s": 0.1 * number if execution else None},
         **LOAD,
     }
 
@@ -231,9 +232,9 @@ def test_rows_are_medians_beside_the_floor() -> None:
     assert (ours["floor_ms"], ours["ms_per_step"], ours["percent_of_floor"]) == pytest.approx((120, 240, 50))
     assert (ours["ms_per_step_min"], ours["ms_per_step_max"], ours["rounds"]) == (200, 900, 3)
     assert (ours["tokens_per_s"], ours["prefill_tokens_per_s"]) == pytest.approx((2 / 0.24, 32))
-    assert (ours["host_ms_per_step"], ours["device_bytes_peak"]) == (100, 102)
+    assert (ours["host_ms_per_step"], ours["wait_ms_per_step"], ours["device_bytes_peak"]) == (100, 100, 102)
     assert (theirs["name"], theirs["execution"], theirs["percent_of_floor"]) == ("vllm", None, pytest.approx(25))
-    assert theirs["host_ms_per_step"] is None
+    assert theirs["host_ms_per_step"] is theirs["wait_ms_per_step"] is None
     ceiling = 2 / (2 * (6 * 8 + 4 * 2) / 1e6)
     assert mixed["ceiling_tokens_per_s"] == pytest.approx(ceiling) and mixed["tokens_per_s"] == 0.5
     assert mixed["percent_of_ceiling"] == pytest.approx(50 / ceiling)
