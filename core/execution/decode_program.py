@@ -68,13 +68,13 @@ MOST_SETS = 4
 def buckets(rows: int) -> list[int]:
     """Batch sizes to prepare for at most ``rows``, ascending: as many rows as in the next one are padding at most.
 
-    1, 2, 4, 8, then four to each doubling: a matrix product costs the same for a few rows more, a graph costs memory
-    and start-up time.
+    1, 2, 4, 8, then steps of 8, of 16 from 64 rows on, and of an eighth from 128 on: a row of padding costs the
+    products as much as any other, a graph costs memory and start-up time.
     """
     sizes = [1, 2, 4, 8]
     while sizes[-1] < rows:
-        step = 1 << (sizes[-1].bit_length() - 3)
-        sizes.append(sizes[-1] + max(step, 8))
+        step = 1 << (sizes[-1].bit_length() - 4)
+        sizes.append(sizes[-1] + max(step, 16 if sizes[-1] >= 64 else 8))
     return [size for size in sizes if size < rows] + [rows]
 
 

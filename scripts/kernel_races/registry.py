@@ -9,7 +9,18 @@ from importlib.util import find_spec
 from octavo.scripts.kernel_races.race import Race
 from octavo.scripts.refusal import one_of
 
-MODULES = ("attention", "prefill", "shared", "select", "pages", "append_fused", "step", "sampling", "rotation")
+MODULES = (
+    "attention",
+    "prefill",
+    "shared",
+    "select",
+    "pages",
+    "append_fused",
+    "append_decode",
+    "step",
+    "sampling",
+    "rotation",
+)
 """In the order in which they run. A module is a file of this folder that exports ``races()``; to add one, name it here.
 One that is named and not there is passed over."""
 

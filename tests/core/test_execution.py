@@ -222,7 +222,8 @@ class TestHostsPart:
 class TestProgram:
     def test_buckets(self):
         assert buckets(1) == [1] and buckets(3) == [1, 2, 3] and buckets(9) == [1, 2, 4, 8, 9]
-        assert buckets(256) == [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256]
+        assert buckets(256) == [1, 2, 4, 8, *range(16, 64, 8), *range(64, 257, 16)]
+        assert buckets(600)[-10:] == [256, 288, 320, 352, 384, 416, 448, 480, 512, 576, 600][-10:]
 
     @pytest.mark.parametrize("rows", range(1, 600, 7))
     def test_a_batch_is_padded_by_less_than_half(self, rows):

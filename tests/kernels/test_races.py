@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from octavo.kernels.layout import entry_units, entry_valid
-from octavo.scripts.kernel_races import append_fused, attention, pages, rivals
+from octavo.scripts.kernel_races import append_decode, append_fused, attention, pages, rivals
 from octavo.scripts.kernel_races.checking import mismatch, poisoned_memory, relative_error
 from octavo.scripts.kernel_races.paged import Paged, Shape
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, the gpu tests run the compiled kernels")
 CPU = torch.device("cpu")
-RACES = [*attention.races(), *pages.races(), *append_fused.races()]
+RACES = [*attention.races(), *pages.races(), *append_fused.races(), *append_decode.races()]
 ON_A_GPU_ONLY = ("flashinfer", "flex", "sdpa")
 
 
