@@ -29,6 +29,7 @@ from octavo.core.interfaces import AttentionStep, LayerTraits, Selection, Sparse
 from octavo.core.memory.layer_groups import LayerPlan
 from octavo.kernels import ops, zero_copy
 from octavo.kernels.cpu.decode_calls import DecodeCalls
+from octavo.kernels.cublas.product import MOST_ROWS
 from octavo.kernels.zero_copy import VirtualRows
 
 
@@ -198,6 +199,11 @@ class PagedStep:
     def turns(self) -> bool:
         """Whether a layer may leave RoPE to ``attend_turning``."""
         return self._plain and self.backend != "cpu"
+
+    @property
+    def few(self) -> bool:
+        """Whether it has so few tokens that launches count."""
+        return self.slots.shape[1] <= MOST_ROWS and self.backend != "cpu"
 
     def attend_turning(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, traits: LayerTraits

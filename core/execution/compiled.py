@@ -9,12 +9,15 @@ that is being served which layer that is (they come in order), which tables, whi
                                            |
                              the PagedStep of this forward pass
 
-On a GPU there are two versions of that code, the second for steps that decode and nothing else: without RoPE
-(``turning.py``), which such a step does on the way, and with products that add the residual (``layer_products.py``).
+On a GPU there are three versions of that code, and the step says which it wants: one for any number of tokens; one for
+few, in which kernels are short, so that products add the residual (``layer_products.py``) and every kernel is launched
+while the one before it runs; and the same without RoPE (``turning.py``), for steps that turn queries and keys
+themselves.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FunctionType, MethodType
@@ -35,11 +38,17 @@ from octavo.kernels.lending import lent
 
 @runtime_checkable
 class TurningStep(AttentionStep, Protocol):
-    """A step that may do what a rotary embedding does ("rotate half"), on the way to what it does anyway: ``turns``
-    says whether this one does."""
+    """A step that may do what a rotary embedding does ("rotate half"), on the way to what it does anyway."""
 
     @property
-    def turns(self) -> bool: ...
+    def turns(self) -> bool:
+        """Whether it does."""
+        ...
+
+    @property
+    def few(self) -> bool:
+        """Whether it has so few tokens that launches count."""
+        ...
 
     def attend_turning(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, traits: LayerTraits
@@ -48,20 +57,29 @@ class TurningStep(AttentionStep, Protocol):
         ...
 
 
+ANY_ROWS, FEW_ROWS, UNTURNED = range(3)
+"""Versions of a layer's code."""
+
 _step: AttentionStep | None = None
-_turns = False
+_version = ANY_ROWS
 _layer = 0
 
 
 @contextmanager
 def _serving(step: AttentionStep) -> Iterator[None]:
     """Within the block, one forward pass, the compiled attention is served by ``step``, layer after layer."""
-    global _step, _turns, _layer
-    _step, _turns, _layer = step, getattr(step, "turns", False), 0
+    global _step, _version, _layer
+    _step, _version, _layer = step, _version_for(step), 0
     try:
         yield
     finally:
         _step = None
+
+
+def _version_for(step: AttentionStep) -> int:
+    if not isinstance(step, TurningStep):
+        return ANY_ROWS
+    return UNTURNED if step.turns else FEW_ROWS if step.few else ANY_ROWS
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, scale: float, window: int, cap: float) -> Tensor:
@@ -102,17 +120,21 @@ def attend_in_step(q: Tensor, k: Tensor, v: Tensor, traits: LayerTraits) -> Tens
 
 
 FEW_ROWS_OPTIONS = {"triton.enable_pdl": True}
-"""For torch's compiler on a GPU where kernels are short: each is launched while the one before it runs (programmatic
-dependent launch, since Hopper)."""
+"""For torch's compiler: programmatic dependent launch (since Hopper)."""
 
 
-def two_versions(graph: GraphModule, examples: list[Any]) -> Callable[..., Any]:
-    """A backend of ``torch.compile``: inductor, with a second version of a layer's code for steps that turn. These are
-    steps of few rows, which may choose how they multiply, too."""
-    few = without_turn(graph, torch.ops.octavo.attend_in_step, torch.ops.octavo.attend_turning_in_step)
-    any_rows: Callable[..., Any] = torch._inductor.compile(graph, examples)
-    few_rows: Callable[..., Any] = torch._inductor.compile(with_products(few), examples, options=FEW_ROWS_OPTIONS)
-    return lambda *inputs: (few_rows if _turns else any_rows)(*inputs)
+def versions(graph: GraphModule, examples: list[Any]) -> Callable[..., Any]:
+    """A backend of ``torch.compile``: inductor, with all versions of a layer's code."""
+    few = with_products(GraphModule(graph, copy.deepcopy(graph.graph)))
+    unturned = without_turn(few, torch.ops.octavo.attend_in_step, torch.ops.octavo.attend_turning_in_step)
+    codes: dict[int, Callable[..., Any]] = {
+        ANY_ROWS: torch._inductor.compile(graph, examples),
+        FEW_ROWS: torch._inductor.compile(few, examples, options=FEW_ROWS_OPTIONS),
+    }
+    codes[UNTURNED] = codes[FEW_ROWS]
+    if unturned is not None:
+        codes[UNTURNED] = torch._inductor.compile(unturned, examples, options=FEW_ROWS_OPTIONS)
+    return lambda *inputs: codes[_version](*inputs)
 
 
 CPU_OPTIONS = {"cpp_wrapper": True}
@@ -139,7 +161,7 @@ class CompiledLayers:
         on_cpu = all(parameter.device.type == "cpu" for layer in layers for parameter in layer.parameters())
         self._replays: list[LayerReplays] = []
         calls: list[Any] = []
-        backend = noting(calls, CPU_OPTIONS) if on_cpu else two_versions
+        backend = noting(calls, CPU_OPTIONS) if on_cpu else versions
         compiled = {kind: _compiled(kind.forward, backend) for kind in {type(layer) for layer in layers}}
         forwards: list[Any] = [MethodType(compiled[type(layer)], layer) for layer in layers]
         if on_cpu:

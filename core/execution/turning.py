@@ -19,21 +19,24 @@ import torch
 from torch.fx import GraphModule, Node
 
 
-def without_turn(module: GraphModule, attend: Any, attend_turning: Any) -> GraphModule:
-    """A copy of ``module`` in which each call of ``attend(q, k, v, *rest)`` whose q and k are turned by the same cos
-    and sin is one of ``attend_turning(q, k, v, cos, sin, *rest)``."""
+def without_turn(module: GraphModule, attend: Any, attend_turning: Any) -> GraphModule | None:
+    """A copy of ``module`` in which each call of ``attend(q, k, v, *rest)``, whose q and k are turned by the same cos
+    and sin, is one of ``attend_turning(q, k, v, cos, sin, *rest)``; None if not all are, or there is none."""
     graph = copy.deepcopy(module.graph)
-    for call in [node for node in graph.nodes if node.op == "call_function" and node.target is attend]:
+    calls = [node for node in graph.nodes if node.op == "call_function" and node.target is attend]
+    for call in calls:
         q, k, v, *rest = call.args
         turned = _turned_heads(q), _turned_heads(k)
         if turned[0] is None or turned[1] is None or turned[0][1:] != turned[1][1:]:
-            continue
+            return None
         with graph.inserting_before(call):
             rows = [graph.call_function(operator.getitem, (x, 0)) for x in (turned[0].x, turned[1].x)]
             heads = [graph.call_method("transpose", (row, 0, 1)) for row in rows]
             angles = [graph.call_function(operator.getitem, (x, 0)) for x in (turned[0].cos, turned[0].sin)]
             call.replace_all_uses_with(graph.call_function(attend_turning, (*heads, v, *angles, *rest)))
         graph.erase_node(call)
+    if not calls:
+        return None
     graph.eliminate_dead_code()
     return GraphModule(module, graph)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from octavo.core import Engine, EngineConfig, SamplingParams
-from octavo.core.execution import compiled
+from octavo.core.execution import attention, compiled
 from octavo.core.execution.attention import PagedStep
 from octavo.core.execution.turning import without_turn
 from octavo.core.hf_model import HFModel
@@ -19,11 +19,12 @@ OTHERS = {"glm": False, "gpt_neox": False, "cohere2": False, "opt": False}  # pa
 
 @pytest.fixture
 def versions(monkeypatch):
-    """How many calls went to code that turns, and to code that does not. Code is run as it was traced, for speed."""
-    calls = {"turned": 0, "unturned": 0}
+    """How many calls went to which version of the code. It is run as it was traced, for speed."""
+    calls = {"turned": 0, "few": 0, "unturned": 0}
 
-    def traced(graph, examples, **_):
-        kind = "unturned" if "attend_turning_in_step" in graph.code else "turned"
+    def traced(graph, examples, options=None):
+        few = "turned" if options is None else "few"
+        kind = "unturned" if "attend_turning_in_step" in graph.code else few
 
         def run(*inputs):
             calls[kind] += 1
@@ -32,7 +33,7 @@ def versions(monkeypatch):
         return run
 
     monkeypatch.setattr(torch._inductor, "compile", traced)
-    monkeypatch.setattr(compiled, "noting", lambda calls, options: compiled.two_versions)
+    monkeypatch.setattr(compiled, "noting", lambda calls, options: compiled.versions)
     return calls
 
 
@@ -54,7 +55,7 @@ def test_same_tokens(name, versions):
         pytest.skip(refusal(name))
     model = build(name)
     assert tokens_of(model, "compiled") == tokens_of(model, "eager")
-    assert versions["turned"] > 0, "prompts are turned in compiled code"
+    assert versions["few"] > 0, "prompts are turned in compiled code"
     assert (versions["unturned"] > 0) == {**WHOLE_HEADS, **OTHERS}[name]
 
 
@@ -62,13 +63,20 @@ def test_a_step_with_more_than_plain_decodes_turns_nothing(versions):
     model = build("llama")
     fields = {"step_tokens": 5}  # prompts come in chunks beside decodes
     assert tokens_of(model, "compiled", **fields) == tokens_of(model, "eager", **fields)
+    assert versions["few"] > 0 and versions["unturned"] > 0
+
+
+def test_long_prompts_have_code_of_their_own(versions, monkeypatch):
+    monkeypatch.setattr(attention, "MOST_ROWS", 8)
+    model = build("llama")
+    assert tokens_of(model, "compiled") == tokens_of(model, "eager")
     assert versions["turned"] > 0 and versions["unturned"] > 0
 
 
 def test_on_a_cpu_nothing_is_left_to_the_step(versions):
     model = build("llama")
     assert tokens_of(model, "compiled", "cpu") == tokens_of(model, "eager", "cpu")
-    assert versions["unturned"] == 0
+    assert versions["turned"] > 0 and versions["few"] == versions["unturned"] == 0
 
 
 @pytest.mark.gpu
@@ -110,10 +118,7 @@ class TestTheGraph:
             turned.append(function(operator.add, (function(operator.mul, (node, c)), function(operator.mul, (cat, s)))))
         heads = [graph.call_method("transpose", (function(operator.getitem, (node, 0)), 0, 1)) for node in (*turned, v)]
         graph.output(function(attend, (*heads, 7)))
-        found = without_turn(torch.fx.GraphModule({}, graph), attend, attend_turning)
-        targets = [node.target for node in found.graph.nodes]
-        assert (attend in targets) != (attend_turning in targets)
-        return found if attend_turning in targets else None
+        return without_turn(torch.fx.GraphModule({}, graph), attend, attend_turning)
 
     def test_hands_over_what_was_to_be_turned(self):
         q, k, v = torch.randn(3, 1, 2, 3, 8)
@@ -130,6 +135,11 @@ class TestTheGraph:
     )  # fmt: skip
     def test_stays_as_it_is_where_something_else_is_computed(self, other):
         assert self.rewritten(**other) is None
+
+    def test_there_is_no_copy_where_nothing_attends(self):
+        graph = torch.fx.Graph()
+        graph.output(graph.placeholder("x"))
+        assert without_turn(torch.fx.GraphModule({}, graph), attend, attend_turning) is None
 
 
 @pytest.mark.parametrize(
