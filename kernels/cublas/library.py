@@ -109,7 +109,11 @@ class Product:
         self._out = _layout(self._lib, kind, shape.outputs, shape.rows)
 
     def proposals(self) -> list[bytes]:
-        """Algorithms that can run, the library's favourite first; they hold for this version of the library."""
+        """Algorithms that can run, the library's favourite first; they hold for this version of the library.
+
+        Raises:
+            RuntimeError: there is none.
+        """
         preference, count = c_void_p(), c_int()
         _done(self._lib.cublasLtMatmulPreferenceCreate(byref(preference)), "cublasLtMatmulPreferenceCreate")
         room = c_uint64(WORKSPACE_BYTES)
@@ -128,21 +132,23 @@ class Product:
             "cublasLtMatmulAlgoGetHeuristic",
         )  # fmt: skip
         self._lib.cublasLtMatmulPreferenceDestroy(preference)
-        return [bytes(found[i].algorithm) for i in range(count.value) if found[i].state == 0]
+        listed = [bytes(found[i].algorithm) for i in range(count.value) if found[i].state == 0]
+        if not listed:
+            raise RuntimeError("cuBLASLt proposes no algorithm")
+        return listed
 
     def run(self, algorithm: bytes, x: Tensor, weight: Tensor, residual: Tensor | None, out: Tensor) -> None:
         """Raises RuntimeError where the algorithm cannot run."""
         added = out if residual is None else residual
-        _done(
-            self._lib.cublasLtMatmul(
+        with torch.cuda.device(x.device):
+            status = self._lib.cublasLtMatmul(
                 self._handle, self._description, byref(self._one), c_void_p(weight.data_ptr()), self._weight,
                 c_void_p(x.data_ptr()), self._x, byref(self._beta), c_void_p(added.data_ptr()), self._out,
                 c_void_p(out.data_ptr()), self._out, byref(_Algorithm.from_buffer_copy(algorithm)),
                 c_void_p(self._workspace.data_ptr()), c_size_t(WORKSPACE_BYTES),
-                c_void_p(torch.cuda.current_stream(x.device).cuda_stream),
-            ),
-            "cublasLtMatmul",
-        )  # fmt: skip
+                c_void_p(torch.cuda.current_stream().cuda_stream),
+            )  # fmt: skip
+        _done(status, "cublasLtMatmul")
 
 
 def _layout(lib: Any, kind: int, rows: int, columns: int) -> c_void_p:

@@ -91,8 +91,10 @@ def choosing() -> Iterator[None]:
     try:
         yield
         for key, calls in _noted.items():
-            with suppress(OSError):  # there is no cuBLASLt: torch's product it is
+            try:
                 _chosen[key] = _choose(key, calls)
+            except (OSError, RuntimeError) as error:  # no cuBLASLt, or it has nothing to propose
+                log.info("%s: torch's own product (%s)", key[1], error)
     finally:
         _noted = before
 

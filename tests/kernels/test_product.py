@@ -140,9 +140,10 @@ class TestChoosing:
         ((_, algorithm),) = products._chosen.values()
         assert algorithm[0] == 2
 
-    def test_without_the_library_it_is_torch(self, monkeypatch):
+    @pytest.mark.parametrize("error", [OSError("no libcublasLt"), RuntimeError("proposes nothing")], ids=str)
+    def test_without_the_library_or_a_proposal_it_is_torch(self, monkeypatch, error):
         def missing(shape, device):
-            raise OSError("no libcublasLt")
+            raise error
 
         monkeypatch.setattr(products, "Product", missing)
         with choosing():
