@@ -20,6 +20,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from itertools import repeat
 from types import FunctionType, MethodType
 from typing import Any, Protocol, runtime_checkable
 
@@ -33,6 +35,7 @@ from octavo.core.execution.layer_replays import LayerReplays, noting
 from octavo.core.execution.turning import without_turn
 from octavo.core.interfaces import AttentionStep, LayerTraits
 from octavo.kernels.cublas.product import product
+from octavo.kernels.cpu.linear import PackedLinears, linear_layers
 from octavo.kernels.lending import lent
 
 
@@ -151,23 +154,29 @@ class CompiledLayers:
         beside: what the model calls once a pass, before or behind its layers. A rotary embedding and a norm are a dozen
             launches, in which a GPU does next to nothing. Where torch finds parts that it cannot compile, they stay.
         head: the output layer, which may choose how it multiplies.
+        linears: packed, of a model on a CPU, whose layers they are lent for as long as those are no replays.
     """
 
     def __init__(
-        self, layers: list[nn.Module], name: str, beside: Sequence[nn.Module] = (), head: nn.Linear | None = None
+        self,
+        layers: list[nn.Module],
+        name: str,
+        beside: Sequence[nn.Module] = (),
+        head: nn.Linear | None = None,
+        linears: PackedLinears | None = None,
     ) -> None:
         self._layers = layers
         self._name = name
-        on_cpu = all(parameter.device.type == "cpu" for layer in layers for parameter in layer.parameters())
         self._replays: list[LayerReplays] = []
         calls: list[Any] = []
-        backend = noting(calls, CPU_OPTIONS) if on_cpu else versions
+        backend = noting(calls, CPU_OPTIONS) if linears is not None else versions
         compiled = {kind: _compiled(kind.forward, backend) for kind in {type(layer) for layer in layers}}
         forwards: list[Any] = [MethodType(compiled[type(layer)], layer) for layer in layers]
-        if on_cpu:
-            forwards = self._replays = [LayerReplays(forward, calls) for forward in forwards]
+        if linears is not None:
+            lent = [partial(linears.lent, linear_layers(layer)) for layer in layers]
+            forwards = self._replays = list(map(LayerReplays, forwards, repeat(calls), lent))
         self._forwards = list(zip(layers, forwards, strict=True))
-        if not on_cpu:
+        if linears is None:
             self._forwards += [
                 (module, MethodType(_compiled(type(module).forward, "inductor", fullgraph=False), module))
                 for module in beside
