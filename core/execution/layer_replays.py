@@ -89,7 +89,8 @@ class _Call:
         leaves = _leaves(args, named)
         places = {id(value): number for number, (_, value) in enumerate(leaves) if isinstance(value, Tensor)}
         given = [(place, places[id(value)]) for place, value in enumerate(inputs) if id(value) in places]
-        fixed = list(inputs)
+        # Code with C++ between its kernels would make its tensors of numbers anew on each call.
+        fixed = [torch.tensor(value) if type(value) is int else value for value in inputs]
         for place, _ in given:
             fixed[place] = None
         return cls(code, fixed, given, leaves)
