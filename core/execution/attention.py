@@ -176,7 +176,7 @@ class PagedStep:
     """One engine step over the paged pool. ``slots`` int64 [slices, T] is where each token's K and V go.
 
     ``observed`` lists who wants to see queries: row of the first, row past the last, its position. ``foretold`` are the
-    queries that the next layer is expected to ask, for methods that look ahead. ``q_heads`` of the model, where compiled
+    queries that the next layer is expected to ask, for methods that look ahead. ``q_heads`` of the model, if compiled
     layers may be served without Python."""
 
     kv: Tensor

@@ -34,9 +34,9 @@ from octavo.core.execution.layer_products import with_products
 from octavo.core.execution.layer_replays import LayerReplays, noting
 from octavo.core.execution.turning import without_turn
 from octavo.core.interfaces import AttentionStep, LayerTraits
-from octavo.kernels.cublas.product import product
 from octavo.kernels.cpu import decode_op
 from octavo.kernels.cpu.linear import PackedLinears, linear_layers
+from octavo.kernels.cublas.product import product
 from octavo.kernels.lending import lent
 
 

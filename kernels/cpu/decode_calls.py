@@ -83,7 +83,7 @@ class DecodeCalls:
         ``places`` int64 [2, layers], contiguous: the layer in a unit and the slice of each of the model's layers.
         """
         pool = self._pool
-        _, _, _, kv_heads, _, dim = pool.shape
+        dim = pool.shape[5]
         q = pool.new_empty(0, q_heads, dim)
         function = native.decode_function(q, pool) if native.is_plain(q, pool, 0) else None
         if log.KERNELS or function is None:

@@ -1,4 +1,4 @@
-"""``decode_op.c``: the op ``octavo::attend_in_step`` of compiled layers, without Python for steps that are told to it."""
+"""``decode_op.c``: the op ``octavo::attend_in_step`` of compiled layers, without Python for steps it is told of."""
 
 from __future__ import annotations
 
