@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from threading import RLock
 from typing import Any
@@ -21,7 +22,7 @@ from octavo.core.execution.foresight import Foresight
 from octavo.core.execution.joined_linears import JoinedLinears
 from octavo.core.interfaces import AttentionStep, LayerTraits, ModelSpec
 from octavo.kernels.cpu import processor
-from octavo.kernels.cpu.linear import PackedLinears
+from octavo.kernels.cpu.linear import PackedLinears, linear_layers
 
 PROBE_TOKENS = 3
 
@@ -79,6 +80,7 @@ class HFModel:
         self._configs = _attention_configs(model)
         with _one_pass:
             self._linears: PackedLinears | JoinedLinears = PackedLinears(model)
+        self._lent: Callable[[], AbstractContextManager[None]] = self._linears.used
         self._compiled: CompiledLayers | None = None
         self._foresight: Foresight | None = None
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
@@ -97,9 +99,16 @@ class HFModel:
             ids = torch.zeros(PROBE_TOKENS, dtype=torch.int64, device=self.device)
             positions = torch.arange(PROBE_TOKENS, device=self.device)
             self._linears = JoinedLinears(self.model, lambda: self.forward(ids, positions, None, _Probe()))
+            self._lent = self._linears.used
         if execution == "compiled":
             layers = self.layers("they cannot be compiled one by one; use execution='graph'")
-            self._compiled = CompiledLayers(layers, type(self.model).__name__, self._beside(layers), self._head())
+            packed = self._linears if isinstance(self._linears, PackedLinears) and self.device.type == "cpu" else None
+            self._compiled = CompiledLayers(
+                layers, type(self.model).__name__, self._beside(layers), self._head(), packed
+            )
+            if packed is not None:
+                inside = {linear for layer in layers for linear in linear_layers(layer)}
+                self._lent = partial(packed.used, [one for one in linear_layers(self.model) if one not in inside])
 
     def forward(
         self,
@@ -140,7 +149,7 @@ class HFModel:
             stack.enter_context(torch.inference_mode())
             stack.enter_context(plain)
             stack.enter_context(self._octavo_attention())
-            stack.enter_context(self._linears.used())
+            stack.enter_context(self._lent())
             if self._compiled is not None:
                 stack.enter_context(self._compiled.used(step, self._linears.packings))
             stack.enter_context(interrupts.let_through())

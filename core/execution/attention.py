@@ -8,6 +8,8 @@ compiled code is given none and asks for the step when it runs (``compiled.py``)
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
@@ -28,6 +30,7 @@ from octavo.core.inspection.probing import AttentionProbe
 from octavo.core.interfaces import AttentionStep, LayerTraits, Selection, SparseMethod, TokenSelection
 from octavo.core.memory.layer_groups import LayerPlan
 from octavo.kernels import ops, zero_copy
+from octavo.kernels.cpu import decode_op
 from octavo.kernels.cpu.decode_calls import DecodeCalls
 from octavo.kernels.cublas.product import MOST_ROWS
 from octavo.kernels.zero_copy import VirtualRows
@@ -173,7 +176,8 @@ class PagedStep:
     """One engine step over the paged pool. ``slots`` int64 [slices, T] is where each token's K and V go.
 
     ``observed`` lists who wants to see queries: row of the first, row past the last, its position. ``foretold`` are the
-    queries that the next layer is expected to ask, for methods that look ahead."""
+    queries that the next layer is expected to ask, for methods that look ahead. ``q_heads`` of the model, if compiled
+    layers may be served without Python."""
 
     kv: Tensor
     plan: LayerPlan
@@ -185,6 +189,19 @@ class PagedStep:
     observed: list[tuple[Observation, int, int, int]] = field(default_factory=list)
     rotary: Rotary | None = None
     foretold: Foretold | None = None
+    q_heads: int = 0
+
+    @contextmanager
+    def in_c(self) -> Iterator[None]:
+        """Within the block, one forward pass of compiled layers, C serves those of a plain step by itself."""
+        told = self._calls.told(self.plan.columns, self.q_heads) if self.q_heads and self._plain else None
+        if told is None:
+            yield
+            return
+        step, windows = told
+        decode_op.begin(step)
+        yield
+        self.decodes[0].dense_windows.update(window for window in windows.tolist() if window >= 0)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, traits: LayerTraits) -> Tensor:
         place = self.plan.places[layer]

@@ -19,7 +19,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import cache, partial
+from itertools import repeat
 from types import FunctionType, MethodType
 from typing import Any, Protocol, runtime_checkable
 
@@ -32,6 +34,8 @@ from octavo.core.execution.layer_products import with_products
 from octavo.core.execution.layer_replays import LayerReplays, noting
 from octavo.core.execution.turning import without_turn
 from octavo.core.interfaces import AttentionStep, LayerTraits
+from octavo.kernels.cpu import decode_op
+from octavo.kernels.cpu.linear import PackedLinears, linear_layers
 from octavo.kernels.cublas.product import product
 from octavo.kernels.lending import lent
 
@@ -66,14 +70,19 @@ _layer = 0
 
 
 @contextmanager
-def _serving(step: AttentionStep) -> Iterator[None]:
+def _serving(step: AttentionStep, on_cpu: bool) -> Iterator[None]:
     """Within the block, one forward pass, the compiled attention is served by ``step``, layer after layer."""
     global _step, _version, _layer
     _step, _version, _layer = step, _version_for(step), 0
+    if on_cpu:
+        decode_op.begin(None)
     try:
-        yield
+        with getattr(step, "in_c", nullcontext)() if on_cpu else nullcontext():
+            yield
     finally:
         _step = None
+        if on_cpu:
+            decode_op.begin(None)
 
 
 def _version_for(step: AttentionStep) -> int:
@@ -82,11 +91,17 @@ def _version_for(step: AttentionStep) -> int:
     return UNTURNED if step.turns else FEW_ROWS if step.few else ANY_ROWS
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, scale: float, window: int, cap: float) -> Tensor:
-    global _layer
+def _attend_layer(
+    layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, scale: float, window: int, cap: float
+) -> Tensor:
     assert _step is not None, "compiled attention runs within CompiledLayers.used()"
-    layer, _layer = _layer, _layer + 1
     return _step.attend(layer, q, k, v, LayerTraits(scale, window, cap, sinks)).contiguous()
+
+
+def _attend(*args: Any) -> Tensor:
+    global _layer
+    layer, _layer = _layer, _layer + 1
+    return _attend_layer(layer, *args)
 
 
 def _attend_turning(
@@ -100,17 +115,24 @@ def _attend_turning(
 
 
 _library: Any = torch.library.Library("octavo", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define(
-    "attend_in_step(Tensor q, Tensor k, Tensor v, Tensor? sinks, float scale, int window, float softcap) -> Tensor"
-)
-_library.define(
-    "attend_turning_in_step(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor? sinks, float scale, "
-    "int window, float softcap) -> Tensor"
-)
-for _name, _function in (("attend_in_step", _attend), ("attend_turning_in_step", _attend_turning)):
-    for _device in ("CPU", "CUDA"):
-        _library.impl(_name, _function, _device)
+_GIVEN, _TRAITS = "Tensor q, Tensor k, Tensor v", "Tensor? sinks, float scale, int window, float softcap) -> Tensor"
+_library.define(f"attend_layer(int layer, {_GIVEN}, {_TRAITS}")
+_library.define(f"attend_in_step({_GIVEN}, {_TRAITS}")
+_library.define(f"attend_turning_in_step({_GIVEN}, Tensor cos, Tensor sin, {_TRAITS}")
+_library.impl("attend_layer", _attend_layer, "CPU")
+_library.impl("attend_in_step", _attend, "CUDA")
+for _device in ("CPU", "CUDA"):
+    _library.impl("attend_turning_in_step", _attend_turning, _device)
+for _name in ("attend_in_step", "attend_turning_in_step"):
     torch.library.register_fake(f"octavo::{_name}", lambda q, *_: q.new_empty(q.shape), lib=_library)
+
+
+@cache
+def _attend_on_cpu() -> None:
+    """Let the op be C, which counts layers too and calls ``attend_layer`` for what it does not serve; or Python, where
+    there is no compiler."""
+    if decode_op.served() is None:
+        _library.impl("attend_in_step", _attend, "CPU")
 
 
 def attend_in_step(q: Tensor, k: Tensor, v: Tensor, traits: LayerTraits) -> Tensor:
@@ -151,23 +173,30 @@ class CompiledLayers:
         beside: what the model calls once a pass, before or behind its layers. A rotary embedding and a norm are a dozen
             launches, in which a GPU does next to nothing. Where torch finds parts that it cannot compile, they stay.
         head: the output layer, which may choose how it multiplies.
+        linears: packed, of a model on a CPU, whose layers they are lent for as long as those are no replays.
     """
 
     def __init__(
-        self, layers: list[nn.Module], name: str, beside: Sequence[nn.Module] = (), head: nn.Linear | None = None
+        self,
+        layers: list[nn.Module],
+        name: str,
+        beside: Sequence[nn.Module] = (),
+        head: nn.Linear | None = None,
+        linears: PackedLinears | None = None,
     ) -> None:
         self._layers = layers
         self._name = name
-        on_cpu = all(parameter.device.type == "cpu" for layer in layers for parameter in layer.parameters())
         self._replays: list[LayerReplays] = []
         calls: list[Any] = []
-        backend = noting(calls, CPU_OPTIONS) if on_cpu else versions
+        backend = noting(calls, CPU_OPTIONS) if linears is not None else versions
         compiled = {kind: _compiled(kind.forward, backend) for kind in {type(layer) for layer in layers}}
         forwards: list[Any] = [MethodType(compiled[type(layer)], layer) for layer in layers]
-        if on_cpu:
-            forwards = self._replays = [LayerReplays(forward, calls) for forward in forwards]
+        if linears is not None:
+            _attend_on_cpu()
+            lent = [partial(linears.lent, linear_layers(layer)) for layer in layers]
+            forwards = self._replays = list(map(LayerReplays, forwards, repeat(calls), lent))
         self._forwards = list(zip(layers, forwards, strict=True))
-        if not on_cpu:
+        if linears is None:
             self._forwards += [
                 (module, MethodType(_compiled(type(module).forward, "inductor", fullgraph=False), module))
                 for module in beside
@@ -189,7 +218,7 @@ class CompiledLayers:
         # A model whose layers differ in more than their weights is compiled as often as that.
         often = torch._dynamo.config.patch(recompile_limit=2 * len(self._layers) + 8)
         try:
-            with lent(self._forwards), often, _serving(step):
+            with lent(self._forwards), often, _serving(step, on_cpu=bool(self._replays)):
                 yield
         except torch._dynamo.exc.TorchDynamoException as error:
             raise UnsupportedModelError(

@@ -246,7 +246,7 @@ class DecodeProgram:
                 group.runs = self._groups[:, : one.rows + 1].contiguous()
             if one.method is not None:
                 self._let_choose(group, one)
-        step = PagedStep(self._kv, self._plan, self._backend, slots, groups)
+        step = PagedStep(self._kv, self._plan, self._backend, slots, groups, q_heads=self._model.spec.q_heads)
         logits = self._model.forward(ids, positions, None, step)
         drawn: Tensor = ops.sample(logits, *state.filters(batch), self._backend)
         ops.scatter_tokens(rows, drawn, fields["tokens"], fields["lengths"], self._backend)

@@ -11,6 +11,7 @@ of arguments, the answer is known and so are the weights::
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -32,11 +33,18 @@ class LayerReplays:
     Args:
         guarded: the layer's compiled forward.
         calls: to which what torch has compiled adds, on each of its calls, itself and its arguments.
+        lent: within which the layer is as it was when it was compiled.
     """
 
-    def __init__(self, guarded: Callable[..., Any], calls: list[tuple[Code, tuple[Any, ...]]]) -> None:
+    def __init__(
+        self,
+        guarded: Callable[..., Any],
+        calls: list[tuple[Code, tuple[Any, ...]]],
+        lent: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         self._guarded = guarded
         self._calls = calls
+        self._lent = lent
         self._noted: dict[int, _Call | None] = {}
 
     def forget(self) -> None:
@@ -51,7 +59,8 @@ class LayerReplays:
             if inputs is not None:
                 return call.code(*inputs)[0]
         self._calls.clear()
-        result = self._guarded(*args, **named)
+        with self._lent():
+            result = self._guarded(*args, **named)
         if 0 < tokens <= MOST_TOKENS and tokens not in self._noted:
             self._noted[tokens] = _Call.noted(self._calls, args, named, result)
         self._calls.clear()  # it would hold what the layer has multiplied
@@ -80,7 +89,8 @@ class _Call:
         leaves = _leaves(args, named)
         places = {id(value): number for number, (_, value) in enumerate(leaves) if isinstance(value, Tensor)}
         given = [(place, places[id(value)]) for place, value in enumerate(inputs) if id(value) in places]
-        fixed = list(inputs)
+        # Code with C++ between its kernels would make its tensors of numbers anew on each call.
+        fixed = [torch.tensor(value) if type(value) is int else value for value in inputs]
         for place, _ in given:
             fixed[place] = None
         return cls(code, fixed, given, leaves)

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import gcd
+
+import numpy as np
+from numpy.typing import NDArray
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,11 @@ class LayerPlan:
     def slices(self) -> int:
         """Units that ``unit_tokens`` tokens take where no layer lets go of them."""
         return sum(group.slices for group in self.groups)
+
+    @cached_property
+    def columns(self) -> NDArray[np.int64]:
+        """Of each layer the layer in a unit, and the slice: int64 [2, layers]."""
+        return np.array([(place.unit_layer, place.slice) for place in self.places], np.int64).T.copy()
 
     @classmethod
     def of(cls, windows: Sequence[int], grouped: bool = True) -> LayerPlan:

@@ -17,7 +17,6 @@ from torch.nn.functional import pad
 from octavo.kernels.cpu import compiler, processor
 
 SOURCE = Path(__file__).with_name("linear.c")
-HEADER = Path(__file__).with_name("torch_abi.h")
 WIDE = 32
 """Outputs of a block."""
 
@@ -54,6 +53,4 @@ def _registered() -> bool:
     """Whether torch calls ``linear.c``, by now."""
     if "avx512_bf16" not in processor.flags().split():
         return False
-    links = (f"-L{Path(torch.__file__).parent / 'lib'}", "-ltorch_cpu")
-    library = compiler.library(SOURCE, (HEADER,), links=links)
-    return library is not None and library.register_ops() == 0
+    return compiler.op_library(SOURCE, ()) is not None

@@ -17,11 +17,14 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
+import torch
+
 from octavo.kernels.cache_dir import cache_dir
 from octavo.kernels.cpu import processor
 
 FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fexceptions", "-fPIC", "-shared")
 DIGEST = hashlib.sha256
+ABI = Path(__file__).with_name("torch_abi.h")
 
 _log = logging.getLogger(__name__)
 
@@ -51,6 +54,14 @@ def library(
         why = (error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else "") or error
         _log.warning("the CPU %s kernel was not compiled; torch takes its place, slower: %s", source.stem, why)
         return None
+
+
+@cache
+def op_library(source: Path, headers: tuple[Path, ...]) -> ctypes.CDLL | None:
+    """The same of a source that implements torch's ops from C, by ``torch_abi.h``, and has told torch of them."""
+    links = (f"-L{Path(torch.__file__).parent / 'lib'}", "-ltorch_cpu")
+    made = library(source, (ABI, *headers), links=links)
+    return made if made is not None and made.register_ops() == 0 else None
 
 
 def _built(library: Path, command: list[str], links: tuple[str, ...]) -> Path:

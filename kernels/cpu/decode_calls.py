@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import ctypes
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.kernels import log
 from octavo.kernels.cpu import native
+from octavo.kernels.cpu.decode_op import Told
 
 
 class DecodeCalls:
@@ -72,3 +75,33 @@ class DecodeCalls:
         if failed:
             raise native.failure(failed, args)
         return out
+
+    def told(self, places: NDArray[np.int64], q_heads: int) -> tuple[Told, NDArray[np.int64]] | None:
+        """The same for ``decode_op.c``, and int64 [layers], -1, where it writes the window of each layer that it has
+        served; None where the step is for ``attend`` alone.
+
+        ``places`` int64 [2, layers], contiguous: the layer in a unit and the slice of each of the model's layers.
+        """
+        pool = self._pool
+        dim = pool.shape[5]
+        q = pool.new_empty(0, q_heads, dim)
+        function = native.decode_function(q, pool) if native.is_plain(q, pool, 0) else None
+        if log.KERNELS or function is None:
+            return None
+        windows = np.full(places.shape[1], -1, np.int64)
+        told = Told(
+            args=ctypes.addressof(self._args),
+            decode=ctypes.cast(function, ctypes.c_void_p).value,
+            tables=self._tables.data_ptr(),
+            slots=self._slots.data_ptr(),
+            unit_layers=places[0].ctypes.data,
+            slices=places[1].ctypes.data,
+            windows=windows.ctypes.data,
+            table_slice=self._tables.stride(0),
+            slots_slice=self._slots.stride(0),
+            count=places.shape[1],
+            q_heads=q_heads,
+            dim=dim,
+            type=native.TYPES.index(pool.dtype),
+        )
+        return told, windows

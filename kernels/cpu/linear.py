@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from operator import is_
 from types import MethodType
 from typing import Any
 
@@ -23,7 +24,6 @@ import torch
 from torch import Tensor, nn
 
 from octavo.kernels.cpu import blocks
-from octavo.kernels.lending import lent
 
 PACKED_DTYPES = (torch.bfloat16, torch.float32)
 MEMORY_SHARE = 0.25
@@ -36,7 +36,7 @@ _serving: dict[int, Tensor] = {}
 class PackedLinears:
     """The plain ``nn.Linear`` layers of a model on a CPU; none where oneDNN is missing or memory is short.
 
-    ``packings`` counts how often a weight has been laid out.
+    ``packings`` counts how often it has been found out what they multiply by.
 
     The model is not changed: the layers use their packed weights inside ``used()`` only. A weight that has been
     replaced or written to since is packed again, as far as torch can tell: a write through ``weight.data`` leaves no
@@ -50,31 +50,61 @@ class PackedLinears:
         wanted = platform.machine() == "x86_64" and torch.backends.mkldnn.is_available() and size <= MEMORY_SHARE * free
         self._layers = layers if wanted else []
         self._packed: dict[nn.Linear, _Packed] = {}
+        self._serving: dict[nn.Linear, _Packed] = {}
+        self._by_address: dict[int, Tensor] = {}
+        self._seen: list[object] = []
+        self._kept: list[object] = []
+        self._tensors: list[Tensor] = []
+        self._states: list[object] = []
         self.packings = 0
 
     @contextmanager
-    def used(self) -> Iterator[None]:
-        """Let the layers multiply by their packed weights. Those that have become something else are left alone."""
-        serving = [packed for packed in map(self._lay_out, self._layers) if packed is not None]
+    def used(self, only: Iterable[nn.Linear] | None = None) -> Iterator[None]:
+        """Let the layers multiply by their packed weights, or ``only`` those of them: the others do within ``lent``.
+        Those that have become something else are left alone."""
+        if _outside(self._layers) != self._seen or _inside(self._tensors) != self._states:
+            self._lay_out()
+        _serving.update(self._by_address)
         try:
-            for packed in serving:
-                packed.serve()
-            with lent([packed.lends for packed in serving]):
+            with self.lent(self._layers if only is None else only):
                 yield
         finally:
-            for packed in serving:
-                packed.layer.__dict__.pop(BLOCKS, None)
             _serving.clear()
 
-    def _lay_out(self, layer: nn.Linear) -> _Packed | None:
-        """What a layer multiplies by; None if it has become something else."""
-        packed = self._packed.get(layer)
-        if packed is None or not packed.is_up_to_date():
-            if not _packable(layer):
-                return None
-            packed = self._packed[layer] = _Packed(layer)
-            self.packings += 1
-        return packed
+    @contextmanager
+    def lent(self, layers: Iterable[nn.Linear]) -> Iterator[None]:
+        """Within ``used``: some more of the layers do. To put up all of a model takes as long as half of its layers'
+        Python, so those that nobody is going to call are left out."""
+        serving = [self._serving[layer] for layer in layers if layer in self._serving]
+        try:
+            for packed in serving:
+                packed.own |= packed.lends
+            yield
+        finally:
+            for packed in serving:
+                for name in packed.lends:
+                    packed.own.pop(name, None)
+
+    def _lay_out(self) -> None:
+        """Find out what each layer multiplies by, and note what shows that this has changed."""
+        self._seen = []  # whatever happens, until all is laid out
+        self._serving = {}
+        for layer in filter(_packable, self._layers):
+            packed = self._packed.get(layer)
+            if packed is None or not packed.is_up_to_date():
+                packed = self._packed[layer] = _Packed(layer)
+            self._serving[layer] = packed
+        self._by_address = {packed.address: packed.weight for packed in self._serving.values() if not packed.in_blocks}
+        self._tensors = [tensor for packed in self._serving.values() for tensor in packed.made_from]
+        self._states = _inside(self._tensors)
+        self._kept = [tuple(layer._parameters.values()) for layer in self._layers]  # so that none comes in their place
+        self._seen = _outside(self._layers)
+        self.packings += 1
+
+
+def linear_layers(module: nn.Module) -> list[nn.Linear]:
+    """A module's Linear layers."""
+    return [layer for layer in module.modules() if isinstance(layer, nn.Linear)]
 
 
 class _Packed:
@@ -82,36 +112,38 @@ class _Packed:
 
     def __init__(self, layer: nn.Linear) -> None:
         weight, bias = layer.weight, layer.bias
-        self.layer = layer
-        self._made_from = weight, bias
-        self._address, self._version = weight.data_ptr(), _version(weight)
-        self._bias_version = None if bias is None else _version(bias)
-        self._in_blocks = blocks.serves(weight)
-        if self._in_blocks:
-            self._weight = blocks.pack(weight.detach(), None if bias is None else bias.detach())
+        self.made_from = [weight] if bias is None else [weight, bias]
+        self._states = _inside(self.made_from)
+        self.address = weight.data_ptr()
+        self.in_blocks = blocks.serves(weight)
+        if self.in_blocks:
+            self.weight = blocks.pack(weight.detach(), None if bias is None else bias.detach())
+            self.lends = {"forward": MethodType(_multiply_blocks, layer), BLOCKS: self.weight}
         else:
-            self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
-        self.lends = layer, MethodType(_multiply_blocks if self._in_blocks else _forward, layer)
+            self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
+            self.lends = {"forward": MethodType(_forward, layer)}
+        self.own = layer.__dict__
 
     def is_up_to_date(self) -> bool:
-        """Asked of hundreds of layers every step, so it goes past ``nn.Module.__getattr__``, which is slow."""
-        layer = self.layer
-        weight, bias = layer._parameters["weight"], layer._parameters["bias"]
-        return (
-            weight is self._made_from[0]
-            and bias is self._made_from[1]
-            and weight.data_ptr() == self._address
-            and _version(weight) == self._version
-            and (bias is None or _version(bias) == self._bias_version)
-            and type(layer) is nn.Linear
-            and "forward" not in layer.__dict__
-        )
+        layer = self.lends["forward"].__self__
+        now = [tensor for tensor in (layer.weight, layer.bias) if tensor is not None]
+        same = len(now) == len(self.made_from) and all(map(is_, now, self.made_from))
+        return same and _inside(now) == self._states
 
-    def serve(self) -> None:
-        if self._in_blocks:
-            self.layer.__dict__[BLOCKS] = self._weight
-        else:
-            _serving[self._address] = self._weight
+
+def _outside(layers: list[nn.Linear]) -> list[object]:
+    """What layers are, without a look at their parameters, which may be anything. A step asks it of hundreds of layers,
+    so it goes past ``nn.Module.__getattr__``, which is slow."""
+    return [
+        *map(type, layers),
+        *["forward" in layer.__dict__ for layer in layers],
+        *[id(parameter) for layer in layers for parameter in layer._parameters.values()],
+    ]
+
+
+def _inside(parameters: list[Tensor]) -> list[object]:
+    """Where their data lie, and their versions."""
+    return [*map(Tensor.data_ptr, parameters), *map(_version, parameters)]
 
 
 BLOCKS = "_octavo_blocks"

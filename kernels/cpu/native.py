@@ -19,13 +19,13 @@ from octavo.kernels.layout import ID_SHIFT, MAX_UNIT_TOKENS, VALID_MASK
 
 SOURCE = Path(__file__).with_name("decode.c")
 PREFILL_SOURCE = Path(__file__).with_name("prefill.c")
-HEADER = Path(__file__).with_name("exponential.h")
+HEADERS = tuple(Path(__file__).with_name(name) for name in ("exponential.h", "decode_args.h"))
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
 NO_MEMORY = -1
 
 
 class Args(ctypes.Structure):
-    """The C struct of the same name in ``decode.c``."""
+    """The C struct of the same name in ``decode_args.h``."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("q", "k", "v", "slots")),
@@ -232,7 +232,7 @@ def _function(  # type: ignore[name-defined]
     None where it cannot be made."""
     sizes = {"TYPE": TYPES.index(dtype), "QUERY": TYPES.index(query), "DIM": dim, "GROUP": group}
     sizes |= {"ID_SHIFT": ID_SHIFT, "VALID_MASK": VALID_MASK}
-    library = compiler.library(source, (HEADER,), tuple(f"-D{name}={value}" for name, value in sizes.items()))
+    library = compiler.library(source, HEADERS, tuple(f"-D{name}={value}" for name, value in sizes.items()))
     if library is None:
         return None
     function = getattr(library, source.stem)

@@ -21,7 +21,7 @@
 
 #include "exponential.h"
 
-#define TILE 128
+#define TILE 64
 #define ROWS 4 // rows of a product that share what is loaded of the right-hand side
 #define QUERIES (GROUP < 192 ? 192 / GROUP : 1)
 #define BLOCK ((QUERIES * GROUP + ROWS - 1) / ROWS * ROWS)

@@ -1,9 +1,20 @@
-"""Sampling on a CPU: a row at a time, and no sort."""
+"""Sampling on a CPU: a row at a time, and no sort. The largest logits are found in C, in the dtype that they have."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from octavo.kernels.cpu import compiler
 from octavo.kernels.reference.sampling import exponentials, row_keys, scales
+
+SOURCE = Path(__file__).with_name("argmax.c")
+TYPES = {torch.float32: 0, torch.bfloat16: 2}
 
 
 def sample(
@@ -16,15 +27,40 @@ def sample(
     draws: Tensor,
 ) -> Tensor:
     """See ``reference.sample``; how the kept set is found without a sort is told in ``triton/sample.py``."""
-    x = logits.float()
-    chosen = x.argmax(1)
-    if x.gather(1, chosen[:, None]).isnan().any():  # NaN is the largest to torch
-        x = x.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
-        chosen = x.argmax(1)
-    scale, keys = scales(temperature), row_keys(seeds, draws)
-    for b in (temperature > 0).nonzero()[:, 0].tolist():
-        chosen[b] = _draw(x[b], scale[b], int(top_k[b]), top_p[b], min_p[b], keys[b : b + 1])
+    chosen = largest(logits)
+    drawn = (temperature > 0).nonzero()[:, 0].tolist()
+    if drawn:
+        scale, keys = scales(temperature), row_keys(seeds, draws)
+    for b in drawn:
+        x = _without_nan(logits[b].float())
+        chosen[b] = _draw(x, scale[b], int(top_k[b]), top_p[b], min_p[b], keys[b : b + 1])
     return chosen
+
+
+def largest(logits: Tensor) -> Tensor:
+    """The first of the largest of each row of ``[B, V]``, int64 [B]; NaN counts as minus infinity."""
+    function = _argmax(logits.dtype) if logits.is_cpu and logits.stride(1) == 1 else None
+    if function is None:
+        return _without_nan(logits.float()).argmax(1)
+    chosen = torch.empty(len(logits), dtype=torch.int64)
+    function(logits.data_ptr(), *logits.shape, logits.stride(0), chosen.data_ptr())
+    return chosen
+
+
+def _without_nan(x: Tensor) -> Tensor:
+    return x.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+
+
+@cache
+def _argmax(dtype: torch.dtype) -> Callable[..., None] | None:
+    """``argmax.c`` for logits of a dtype; None where it cannot be compiled."""
+    library = compiler.library(SOURCE, (), (f"-DTYPE={TYPES[dtype]}",)) if dtype in TYPES else None
+    if library is None:
+        return None
+    function = library.argmax
+    function.argtypes = [ctypes.c_void_p, *[ctypes.c_int64] * 3, ctypes.c_void_p]
+    function.restype = None
+    return function  # type: ignore[no-any-return]
 
 
 def _draw(x: Tensor, scale: Tensor, k: int, p: Tensor, min_p: Tensor, key: Tensor) -> Tensor:

@@ -1,5 +1,8 @@
 """Compiled layers called again without guards: only where all is as it was, and never with weights of before."""
 
+from collections import Counter
+from contextlib import contextmanager
+
 import pytest
 import torch
 
@@ -62,6 +65,21 @@ def test_another_kind_of_call_is_guarded(layer, replays, other):
     args, named = other(factor)
     replays(*args, **named)
     assert layer.guarded == 2
+
+
+def test_a_layer_is_lent_what_it_was_compiled_with_unless_it_is_replayed(layer):
+    lent = Counter()
+
+    @contextmanager
+    def lend():
+        lent["in"] += 1
+        yield
+        lent["out"] += 1
+
+    replays = LayerReplays(layer.forward, layer.calls, lend)
+    for _ in range(3):
+        replays(x(), factors=(torch.ones(1),))
+    assert lent == {"in": 1, "out": 1}
 
 
 def test_one_tensor_given_twice_is_not_two(layer, replays):

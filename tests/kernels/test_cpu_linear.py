@@ -142,7 +142,7 @@ def test_changed_weights_are_seen(change, dtype):
         change(model)
         model.to(dtype)
         torch.testing.assert_close(*outputs(model, packed))
-    assert known == 2 and packed.packings > known
+    assert known == 1 and packed.packings > known
 
 
 def test_other_types_are_left_alone():
@@ -165,3 +165,23 @@ def test_the_model_is_left_as_it_was():
     with pytest.raises(RuntimeError, match="boom"), packed.used():
         raise RuntimeError("boom")
     assert "forward" not in model[2].__dict__
+
+
+def test_some_are_put_up_only_where_they_are_called():
+    model = make(bias=True)
+    packed, (first, _, last) = PackedLinears(model), model
+    with packed.used([first]):
+        assert "forward" in first.__dict__ and "forward" not in last.__dict__
+        with packed.lent([last]):
+            assert "forward" in last.__dict__
+        assert "forward" in first.__dict__ and "forward" not in last.__dict__
+    assert "forward" not in first.__dict__
+
+
+def test_a_forward_of_ones_own_is_seen():
+    model = make()
+    packed = PackedLinears(model)
+    outputs(model, packed)
+    known = packed.packings
+    model[0].forward = lambda x: x @ model[0].weight.T + 1
+    assert torch.equal(*outputs(model, packed)) and packed.packings == known + 1

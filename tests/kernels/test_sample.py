@@ -9,6 +9,7 @@ import torch
 from kernel_cases import in_turn
 
 from octavo.kernels import ops
+from octavo.kernels.cpu import sampling
 from octavo.kernels.reference.sampling import exponentials, row_keys
 from octavo.kernels.triton import settings
 
@@ -227,6 +228,20 @@ def test_a_long_walk(target):
 def test_no_rows():
     for backend in ("reference", "cpu", "triton"):
         assert random_rows(0, 8, torch.float32).sample((backend, "cpu")).shape == (0,)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("compiled", [True, False])
+def test_the_largest_in_c(monkeypatch, dtype, compiled):
+    """In rows of several stretches, the last one a short one, with NaN and equals in many places."""
+    if not compiled:
+        monkeypatch.setattr(sampling, "_argmax", lambda dtype: None)
+    x = torch.randint(-40, 40, (9, 2500), generator=torch.Generator().manual_seed(0)).to(dtype)
+    x[0], x[1], x[2, :2400], x[3, 1024], x[4, 1023] = NAN, -INF, -INF, INF, INF
+    x[5, ::2] = NAN
+    expected = x.float().nan_to_num(nan=-INF, posinf=INF, neginf=-INF).argmax(1)
+    assert torch.equal(sampling.largest(x), expected)
+    assert torch.equal(sampling.largest(x.T.contiguous().T), expected)  # a row does not lie side by side
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu", pytest.param("triton", marks=interpreted)])
