@@ -193,8 +193,8 @@ class CompiledLayers:
         forwards: list[Any] = [MethodType(compiled[type(layer)], layer) for layer in layers]
         if linears is not None:
             _attend_on_cpu()
-            lent = [partial(linears.lent, linear_layers(layer)) for layer in layers]
-            forwards = self._replays = list(map(LayerReplays, forwards, repeat(calls), lent))
+            lends = [partial(linears.lent, linear_layers(layer)) for layer in layers]
+            forwards = self._replays = list(map(LayerReplays, forwards, repeat(calls), lends))
         self._forwards = list(zip(layers, forwards, strict=True))
         if linears is None:
             self._forwards += [

@@ -519,15 +519,18 @@ class TestCard:
         tensor = memory.tensor
         tensor[:65] = 1.0
         assert (tensor[:65] == 1.0).all()  # the code of these kernels takes memory too
-        before = self.free_bytes()
-        assert memory.grow(2048) == 2048
-        tensor[65:] = 2.0
-        assert memory.tensor.data_ptr() == tensor.data_ptr()
-        assert before - self.free_bytes() == pytest.approx(1984 * MIB, abs=128 * MIB)
-        assert (tensor[:65] == 1.0).all() and (tensor[65:] == 2.0).all()
-        assert memory.shrink(64) == 64
-        assert self.free_bytes() == pytest.approx(before, abs=128 * MIB)
-        assert (tensor[:65] == 1.0).all()
+        seen = []
+        for _ in range(8):  # other processes may take and give memory of the same card meanwhile
+            before = self.free_bytes()
+            assert memory.grow(2048) == 2048
+            tensor[65:] = 2.0
+            assert memory.tensor.data_ptr() == tensor.data_ptr()
+            taken = before - self.free_bytes()
+            assert (tensor[:65] == 1.0).all() and (tensor[65:] == 2.0).all()
+            assert memory.shrink(64) == 64
+            seen.append((taken // MIB, (before - self.free_bytes()) // MIB))
+            assert (tensor[:65] == 1.0).all()
+        assert any(abs(taken - 1984) <= 128 and abs(kept) <= 128 for taken, kept in seen), seen
         before = self.free_bytes()
         memory.close()
         assert self.free_bytes() - before == 66 * MIB  # 65 units, rounded up to 2 MiB
