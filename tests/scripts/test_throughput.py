@@ -55,6 +55,10 @@ class TestWorkloads:
         whole = workloads.build("uniform", Words(), seed=0)
         assert [p[:48] for p in whole.prompts[:1]] == list(small.prompts[:1])
 
+    def test_one_request_is_warmed_up_alone(self, t_model: Any) -> None:
+        warm = workloads.warm_up(workloads.build("uniform", Words(), seed=0), t_model)
+        assert list(map(len, warm.prompts)) == [64, 64] and warm.new_tokens == (4, 8)
+
     def test_as_many_requests_as_asked_for_and_one_of_another_length(self) -> None:
         own = workloads.build("ragged", Words(), seed=0)
         more = workloads.build("ragged", Words(), seed=0, requests=40, last=(2000, 3))
