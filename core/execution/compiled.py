@@ -141,21 +141,25 @@ def attend_in_step(q: Tensor, k: Tensor, v: Tensor, traits: LayerTraits) -> Tens
     return out
 
 
-FEW_ROWS_OPTIONS = {"triton.enable_pdl": True}
-"""For torch's compiler: programmatic dependent launch (since Hopper)."""
+def _options_for_few_rows() -> dict[str, Any]:
+    """For torch's compiler: programmatic dependent launch (since Hopper), where that torch has it."""
+    from torch._inductor import config
+
+    return {"triton.enable_pdl": True} if hasattr(config.triton, "enable_pdl") else {}
 
 
 def versions(graph: GraphModule, examples: list[Any]) -> Callable[..., Any]:
     """A backend of ``torch.compile``: inductor, with all versions of a layer's code."""
+    options = _options_for_few_rows()
     few = with_products(GraphModule(graph, copy.deepcopy(graph.graph)))
     unturned = without_turn(few, torch.ops.octavo.attend_in_step, torch.ops.octavo.attend_turning_in_step)
     codes: dict[int, Callable[..., Any]] = {
         ANY_ROWS: torch._inductor.compile(graph, examples),
-        FEW_ROWS: torch._inductor.compile(few, examples, options=FEW_ROWS_OPTIONS),
+        FEW_ROWS: torch._inductor.compile(few, examples, options=options),
     }
     codes[UNTURNED] = codes[FEW_ROWS]
     if unturned is not None:
-        codes[UNTURNED] = torch._inductor.compile(unturned, examples, options=FEW_ROWS_OPTIONS)
+        codes[UNTURNED] = torch._inductor.compile(unturned, examples, options=options)
     return lambda *inputs: codes[_version](*inputs)
 
 
