@@ -29,8 +29,11 @@ PACKED_DTYPES = (torch.bfloat16, torch.float32)
 MEMORY_SHARE = 0.25
 """Packed copies that would take more than this share of the free memory are not made."""
 
-_serving: dict[int, Tensor] = {}
-"""By the address of a weight, what oneDNN multiplies by: of the model whose forward pass is running."""
+Place = tuple[int, torch.Size, tuple[int, ...]]
+"""A weight's address, shape and strides: what is tied may be a part of another weight, or lie across it."""
+
+_serving: dict[Place, Tensor] = {}
+"""By the place of a weight, what oneDNN multiplies by: of the model whose forward pass is running."""
 
 
 class PackedLinears:
@@ -51,7 +54,7 @@ class PackedLinears:
         self._layers = layers if wanted else []
         self._packed: dict[nn.Linear, _Packed] = {}
         self._serving: dict[nn.Linear, _Packed] = {}
-        self._by_address: dict[int, Tensor] = {}
+        self._by_place: dict[Place, Tensor] = {}
         self._seen: list[object] = []
         self._kept: list[object] = []
         self._tensors: list[Tensor] = []
@@ -64,7 +67,7 @@ class PackedLinears:
         Those that have become something else are left alone."""
         if _outside(self._layers) != self._seen or _inside(self._tensors) != self._states:
             self._lay_out()
-        _serving.update(self._by_address)
+        _serving.update(self._by_place)
         try:
             with self.lent(self._layers if only is None else only):
                 yield
@@ -94,7 +97,7 @@ class PackedLinears:
             if packed is None or not packed.is_up_to_date():
                 packed = self._packed[layer] = _Packed(layer)
             self._serving[layer] = packed
-        self._by_address = {packed.address: packed.weight for packed in self._serving.values() if not packed.in_blocks}
+        self._by_place = {packed.place: packed.weight for packed in self._serving.values() if not packed.in_blocks}
         self._tensors = [tensor for packed in self._serving.values() for tensor in packed.made_from]
         self._states = _inside(self._tensors)
         self._kept = [tuple(layer._parameters.values()) for layer in self._layers]  # so that none comes in their place
@@ -114,7 +117,7 @@ class _Packed:
         weight, bias = layer.weight, layer.bias
         self.made_from = [weight] if bias is None else [weight, bias]
         self._states = _inside(self.made_from)
-        self.address = weight.data_ptr()
+        self.place = _place(weight)
         self.in_blocks = blocks.serves(weight)
         if self.in_blocks:
             self.weight = blocks.pack(weight.detach(), None if bias is None else bias.detach())
@@ -154,11 +157,18 @@ def _version(parameter: Tensor) -> int:
     return 0 if parameter.is_inference() else parameter._version
 
 
+def _place(weight: Tensor) -> Place:
+    return weight.data_ptr(), weight.shape, weight.stride()
+
+
 def _packable(layer: nn.Module) -> bool:
-    """A Linear layer as torch made it: no subclass, and nobody has put a forward of his own on it."""
+    """A Linear layer as torch made it: no subclass, nobody has put a forward of his own on it, and its weight and bias
+    are parameters, not what a hook makes of others before each call, as pruning does."""
     return (
         type(layer) is nn.Linear
         and "forward" not in layer.__dict__
+        and layer._parameters.get("weight") is not None
+        and "bias" in layer._parameters
         and layer.weight.device.type == "cpu"
         and layer.weight.dtype in PACKED_DTYPES
     )
@@ -175,7 +185,7 @@ def _forward(layer: nn.Linear, x: Tensor) -> Tensor:
 
 
 def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    packed = _serving[weight.data_ptr()]
+    packed = _serving[_place(weight)]
     return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")  # type: ignore[no-any-return]
 
 

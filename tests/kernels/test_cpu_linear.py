@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 from octavo.kernels.cpu import blocks, linear
 from octavo.kernels.cpu.linear import PackedLinears
@@ -56,7 +57,7 @@ def test_compiled_layers_use_the_packed_weights(onednn):
             fast = [compiled(layer, x) for layer in model]
             kept = dict(linear._serving)
         assert all(torch.equal(a, b) for a, b in zip(plain, fast, strict=True))
-        assert set(kept) == {layer.weight.data_ptr() for layer in model} and not linear._serving
+        assert set(kept) == {linear._place(layer.weight) for layer in model} and not linear._serving
 
 
 @needs_blocks
@@ -150,6 +151,28 @@ def test_other_types_are_left_alone():
     packed = PackedLinears(model)
     model.double()
     assert torch.equal(*outputs(model, packed))
+
+
+@pytest.mark.parametrize("tied", [lambda weight: weight[:8], lambda weight: weight.t()], ids=["part", "across"])
+def test_weights_at_one_address_are_told_apart(tied):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(24, 24, bias=False), nn.Linear(24, 24, bias=False))
+    model[1].weight = nn.Parameter(tied(model[0].weight.detach()))
+    packed = PackedLinears(model)
+    torch.testing.assert_close(*outputs(model, packed))
+    torch.testing.assert_close(*outputs(model[:1], packed))
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+@pytest.mark.parametrize("before", [True, False])
+def test_what_a_hook_makes_before_each_call_is_left_alone(name, before):
+    model = make(torch.float32, bias=True)
+    packed = PackedLinears(model)
+    if before:
+        outputs(model, packed)
+    prune.random_unstructured(model[0], name, amount=0.5)
+    for _ in range(2):
+        torch.testing.assert_close(*outputs(model, packed))
 
 
 def test_the_model_is_left_as_it_was():
