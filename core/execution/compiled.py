@@ -31,7 +31,7 @@ from torch.fx import GraphModule
 
 from octavo.core.errors import UnsupportedModelError
 from octavo.core.execution.layer_products import with_products
-from octavo.core.execution.layer_replays import LayerReplays, noting
+from octavo.core.execution.layer_replays import LayerReplays, Parts, noting
 from octavo.core.execution.turning import without_turn
 from octavo.core.interfaces import AttentionStep, LayerTraits
 from octavo.kernels.cpu import decode_op
@@ -191,6 +191,7 @@ class CompiledLayers:
         self._layers = layers
         self._name = name
         self._replays: list[LayerReplays] = []
+        self._parts = Parts(layers)
         calls: list[Any] = []
         backend = noting(calls, CPU_OPTIONS) if linears is not None else versions
         compiled = {kind: _compiled(kind.forward, backend) for kind in {type(layer) for layer in layers}}
@@ -213,9 +214,9 @@ class CompiledLayers:
     def used(self, step: AttentionStep, weights: int) -> Iterator[None]:
         """Within the block, one forward pass, the layers run compiled code, and ``step`` serves their attention.
 
-        ``weights``: another number than in the last pass says that some are others.
+        ``weights``: another number than in the last pass says that some were laid out anew.
         """
-        if weights != self._weights:
+        if self._replays and (self._parts.have_changed() or weights != self._weights):
             for replays in self._replays:
                 replays.forget()
             self._weights = weights

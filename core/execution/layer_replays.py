@@ -6,16 +6,21 @@ of arguments, the answer is known and so are the weights::
 
     first pass of T tokens    layer(x, ...) -> guards -> code(w1, w2, T, x, cos)    noted: code, (w1, w2, T, -, -)
     the next ones             layer(x, ...) ->           code(w1, w2, T, x, cos)
+
+Other weights and other modules are seen (``Parts``); a number that is an attribute of a module, as a norm's epsilon, is
+taken to stay what it was.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
+from operator import is_
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 MOST_TOKENS = 64
 """Of a pass that is noted; a longer one spends its time elsewhere."""
@@ -104,6 +109,33 @@ class _Call:
         for place, leaf in self._given:
             inputs[place] = leaves[leaf][1]
         return inputs
+
+
+class Parts:
+    """The modules, parameters and buffers that some layers consist of.
+
+    Every step asks whether they are the same objects as before, so it looks into the dictionaries that hold them, past
+    ``nn.Module.__getattr__``, which is slow.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        self._layers = layers
+        self._holders: list[dict[str, Any]] = []
+        self._parts: list[object] = []
+
+    def have_changed(self) -> bool:
+        """Since the last call; True of the first one."""
+        parts = self._held()
+        if parts and len(parts) == len(self._parts) and all(map(is_, parts, self._parts)):
+            return False
+        modules = [module for layer in self._layers for module in layer.modules()]
+        holders = [holder for m in modules for holder in (m._modules, m._parameters, m._buffers)]
+        self._holders = [holder for holder in holders if holder]
+        self._parts = self._held()  # kept, so that none comes in the place of another
+        return True
+
+    def _held(self) -> list[object]:
+        return list(chain.from_iterable(map(dict.values, self._holders)))
 
 
 def _leaves(args: tuple[Any, ...], named: dict[str, Any]) -> list[Leaf]:

@@ -5,8 +5,11 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from torch import nn
 
-from octavo.core.execution.layer_replays import MOST_TOKENS, LayerReplays
+from octavo.core.execution.compiled import CompiledLayers
+from octavo.core.execution.layer_replays import MOST_TOKENS, LayerReplays, Parts
+from octavo.kernels.cpu.linear import PackedLinears
 
 
 class Layer:
@@ -125,3 +128,51 @@ def test_a_layer_of_several_codes_is_guarded(layer):
     for _ in range(2):
         split(x(), **named)
     assert layer.guarded == 4
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.act, self.steps = nn.LayerNorm(2), nn.SiLU(), nn.Buffer(torch.ones(2))
+        self.up = nn.Linear(2, 2, bias=False)
+
+
+def wrapped(layer):
+    layer.up = nn.Sequential(layer.up)
+
+
+CHANGES = {
+    "nothing": (lambda layer: None, False),
+    "written": (lambda layer: layer.norm.weight.data.mul_(3), False),  # which is where the code reads it
+    "weight": (lambda layer: setattr(layer.norm, "weight", nn.Parameter(torch.ones(2))), True),
+    "bias": (lambda layer: setattr(layer.up, "bias", nn.Parameter(torch.ones(2))), True),
+    "no weight": (lambda layer: setattr(layer.norm, "weight", None), True),
+    "buffer": (lambda layer: setattr(layer, "steps", torch.ones(2)), True),
+    "module": (lambda layer: setattr(layer, "norm", nn.LayerNorm(2)), True),
+    "without weights": (lambda layer: setattr(layer, "act", nn.Tanh()), True),
+    "wrapped": (wrapped, True),
+}
+
+
+@pytest.mark.parametrize(("change", "seen"), CHANGES.values(), ids=CHANGES)
+def test_other_parts_are_seen(change, seen):
+    layers = [Block(), Block()]
+    parts = Parts(layers)
+    assert parts.have_changed() and not parts.have_changed()
+    change(layers[1])
+    assert parts.have_changed() == seen and not parts.have_changed()
+
+
+def test_layers_of_other_parts_are_not_replayed():
+    """Whatever holds them: only Linear layers of some types count what was laid out for them."""
+    layer = Block()
+    compiled = CompiledLayers([layer], "a model", linears=PackedLinears(layer))
+    (replays,) = compiled._replays
+    replays._noted = {3: None}
+    for noted in ({}, {3: None}):
+        with compiled.used(None, 0):
+            assert replays._noted == noted
+        replays._noted = {3: None}
+    layer.norm.weight = nn.Parameter(torch.ones(2))
+    with compiled.used(None, 0):
+        assert not replays._noted
