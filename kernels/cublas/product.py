@@ -21,7 +21,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import cache
+from contextvars import ContextVar
 from pathlib import Path
 from statistics import median
 
@@ -49,7 +49,8 @@ MARGIN = 0.99
 Call = tuple[Tensor, Tensor, Tensor | None]
 
 _chosen: dict[tuple[int, Shape], tuple[Product, bytes]] = {}
-_noted: dict[tuple[int, Shape], list[Call]] | None = None
+_noted: ContextVar[dict[tuple[int, Shape], list[Call]] | None] = ContextVar("octavo_noted_products", default=None)
+"""Of a thread: another one may be choosing, too, or run an engine of its own meanwhile."""
 
 
 def product(x: Tensor, weight: Tensor, residual: Tensor | None) -> Tensor:
@@ -61,17 +62,18 @@ def product(x: Tensor, weight: Tensor, residual: Tensor | None) -> Tensor:
             out = x.new_empty((*x.shape[:-1], weight.shape[0]))
             choice[0].run(choice[1], x, weight, residual, out)
             return out
-        if _noted is not None:
-            calls = _noted.setdefault(key, [])
+        noted = _noted.get()
+        if noted is not None:
+            calls = noted.setdefault(key, [])
             if len(calls) < MOST_TRIED and len(calls) * weight.nbytes < TRIED_BYTES:
                 calls.append((x, weight, residual))
     out = F.linear(x, weight)
-    return out if residual is None else residual + out
+    return out if residual is None else out + residual  # laid out as the first of both
 
 
 def _key(x: Tensor, weight: Tensor, residual: Tensor | None) -> tuple[int, Shape] | None:
     """Device and shape of a product that an algorithm can be chosen for; None of any other."""
-    rows = x.numel() // x.shape[-1]
+    rows = x.shape[:-1].numel()
     if residual is not None and residual.shape != (*x.shape[:-1], weight.shape[0]):
         return None
     if x.device.type != "cuda" or x.dtype not in library.DTYPES or not 0 < rows <= MOST_ROWS:
@@ -86,35 +88,38 @@ def _key(x: Tensor, weight: Tensor, residual: Tensor | None) -> tuple[int, Shape
 def choosing() -> Iterator[None]:
     """At the end of the block an algorithm is chosen for every shape of product that was met within it. What was
     multiplied is kept until then. Not to be used while a graph is captured."""
-    global _noted
-    before, _noted = _noted, {}
+    noted: dict[tuple[int, Shape], list[Call]] = {}
+    before = _noted.set(noted)
     try:
         yield
-        for key, calls in _noted.items():
-            try:
-                _chosen[key] = _choose(key, calls)
-            except (OSError, RuntimeError) as error:  # no cuBLASLt, or it has nothing to propose
-                log.info("%s: torch's own product (%s)", key[1], error)
     finally:
-        _noted = before
+        _noted.reset(before)
+    for key, calls in noted.items():
+        try:
+            _chosen[key] = _choose(key, calls)
+        except (OSError, RuntimeError) as error:  # no cuBLASLt, or it has nothing to propose that runs
+            log.info("%s: torch's own product (%s)", key[1], error)
 
 
 def _choose(key: tuple[int, Shape], calls: list[Call]) -> tuple[Product, bytes]:
     device, shape = key
-    made, kept, name = Product(shape, device), _kept(device), str(shape)
+    made, name = Product(shape, device), str(shape)
     proposals = made.proposals()
-    if name in kept and bytes.fromhex(kept[name]) in proposals:
-        return made, bytes.fromhex(kept[name])
-    best, best_s = proposals[0], float("inf")
+    kept = _kept(device).get(name)
+    for algorithm in proposals:
+        if algorithm.hex() == kept:
+            return made, algorithm
+    best, best_s = None, float("inf")
     out = torch.empty((shape.rows, shape.outputs), dtype=shape.dtype, device=calls[0][0].device)
     for algorithm in proposals:
         with suppress(RuntimeError):  # proposed, and refused
             seconds = _seconds(lambda a=algorithm: [made.run(a, *call, out) for call in calls])
             if seconds < MARGIN * best_s:
                 best, best_s = algorithm, seconds
+    if best is None:
+        raise RuntimeError(f"none of cuBLASLt's {len(proposals)} proposals runs")
     log.info("%s: proposal %d of %d, %.1f us", name, proposals.index(best), len(proposals), 1e6 * best_s / len(calls))
-    kept[name] = best.hex()
-    _keep(device, kept)
+    _keep(device, name, best)
     return made, best
 
 
@@ -142,9 +147,9 @@ def _file(device: int) -> Path:
     return cache_dir() / f"products-{chip}-{library.version()}.json"
 
 
-@cache
-def _kept(device: int) -> dict[str, str]:
-    """Algorithms chosen by earlier processes, by shape, in hexadecimal digits."""
+def _kept(device: int) -> dict[str, object]:
+    """Algorithms chosen so far, by other processes too, by shape, in hexadecimal digits: as the file says, which may
+    have been damaged."""
     try:
         found = json.loads(_file(device).read_text())
     except (OSError, ValueError):
@@ -152,7 +157,9 @@ def _kept(device: int) -> dict[str, str]:
     return found if isinstance(found, dict) else {}
 
 
-def _keep(device: int, kept: dict[str, str]) -> None:
+def _keep(device: int, name: str, algorithm: bytes) -> None:
+    """Add a choice to those that are kept by now."""
+    kept = {**_kept(device), name: algorithm.hex()}
     with suppress(OSError):  # a cache that cannot be written is none
         file = _file(device)
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,8 @@
 """Products of few rows: torch's own until an algorithm is chosen, the same numbers with any, and choices that last."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier, Event
 from typing import ClassVar
 
 import pytest
@@ -16,9 +18,6 @@ from octavo.kernels.cublas.product import choosing, product
 def nothing_chosen(monkeypatch, tmp_path):
     monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path))
     monkeypatch.setattr(products, "_chosen", {})
-    products._kept.cache_clear()
-    yield
-    products._kept.cache_clear()
 
 
 def inputs(rows=3, outputs=64, width=128, dtype=torch.bfloat16, device="cpu"):
@@ -33,6 +32,15 @@ class TestOnACpu:
         assert torch.equal(product(x, weight, None), F.linear(x, weight))
         assert torch.equal(product(x, weight, residual), residual + F.linear(x, weight))
 
+    @pytest.mark.parametrize("shape", [(1, 64, 3), (1, 64, 1)])
+    def test_it_is_laid_out_as_the_compiler_was_told(self, shape):
+        x, weight, _ = inputs(shape[2])
+        assert product(x, weight, torch.randn(shape).bfloat16().mT).is_contiguous()
+
+    def test_nothing_in_nothing_out(self):
+        assert product(torch.ones(0, 4), torch.ones(5, 4), None).shape == (0, 5)
+        assert torch.equal(product(torch.ones(2, 0), torch.ones(5, 0), None), torch.zeros(2, 5))
+
     def test_nothing_is_chosen(self):
         with choosing():
             product(*inputs())
@@ -41,6 +49,10 @@ class TestOnACpu:
     def test_opcheck(self):
         for residual in (None, inputs()[2]):
             torch.library.opcheck(torch.ops.octavo.product.default, (*inputs()[:2], residual))
+
+
+NAME = str(library.Shape(3, 64, 128, torch.bfloat16, True))
+"""Of what ``inputs()`` are, in the file of choices."""
 
 
 class FakeProduct:
@@ -116,14 +128,15 @@ class TestChoosing:
         with choosing():
             product(*inputs())
         monkeypatch.setattr(products, "_chosen", {})
-        products._kept.cache_clear()
         monkeypatch.setattr(products, "_seconds", lambda run: pytest.fail("timed again"))
         with choosing():
             product(*inputs())
         ((_, algorithm),) = products._chosen.values()
         assert algorithm[0] == 2
 
-    @pytest.mark.parametrize("text", ["", "[]", "{", json.dumps({"x": "zz"})])
+    @pytest.mark.parametrize(
+        "text", ["", "[]", "{", *(json.dumps({name: kept}) for name in ("x", NAME) for kept in ("zz", 7, None))]
+    )
     def test_a_damaged_file_is_no_choice(self, text):
         products._file(0).parent.mkdir(parents=True, exist_ok=True)
         products._file(0).write_text(text)
@@ -132,9 +145,8 @@ class TestChoosing:
         assert len(products._chosen) == 1
 
     def test_an_algorithm_that_is_no_longer_proposed_is_no_choice(self):
-        name = str(library.Shape(3, 64, 128, torch.bfloat16, True))
         products._file(0).parent.mkdir(parents=True, exist_ok=True)
-        products._file(0).write_text(json.dumps({name: "ff" * 64}))
+        products._file(0).write_text(json.dumps({NAME: "ff" * 64}))
         with choosing():
             product(*inputs())
         ((_, algorithm),) = products._chosen.values()
@@ -151,11 +163,67 @@ class TestChoosing:
         x, weight, residual = inputs()
         assert torch.equal(got, residual + F.linear(x, weight)) and not products._chosen
 
+    def test_what_another_process_has_chosen_meanwhile_stays(self):
+        x, weight, residual = inputs()
+        with choosing():
+            product(x, weight, residual)
+        others = {**json.loads(products._file(0).read_text()), "another shape": "ff"}
+        products._file(0).write_text(json.dumps(others))
+        with choosing():
+            product(x, weight, None)
+        assert json.loads(products._file(0).read_text()).items() > others.items()
+
+    def test_what_another_process_has_chosen_meanwhile_is_taken(self):
+        x, weight, residual = inputs()
+        with choosing():
+            product(x, weight, None)
+        products._file(0).write_text(json.dumps({NAME: FakeProduct(None, 0).proposals()[4].hex()}))
+        with choosing():
+            product(x, weight, residual)
+        assert products._chosen[0, library.Shape(3, 64, 128, torch.bfloat16, True)][1][0] == 4
+
+    def test_a_folder_that_cannot_be_written_is_none(self, tmp_path, monkeypatch):
+        (tmp_path / "file").touch()
+        monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path / "file"))
+        with choosing():
+            product(*inputs())
+        assert len(products._chosen) == 1
+
+    def test_where_no_proposal_runs_it_is_torch_and_nothing_is_kept(self, monkeypatch):
+        monkeypatch.setattr(FakeProduct, "times", (1.0,))
+        monkeypatch.setattr(FakeProduct, "refused", 0)
+        with choosing():
+            product(*inputs())
+        assert not products._chosen and not products._file(0).exists()
+
+    def test_two_threads_choose_apart(self):
+        """The first ends while the second is within its block, and a third notes nothing of theirs."""
+        x, weight, residual = inputs()
+        both, first_is_done = Barrier(2), Event()
+
+        def first():
+            with choosing():
+                product(x, weight, residual)
+                both.wait(10)
+            first_is_done.set()
+
+        def second():
+            with choosing():
+                both.wait(10)
+                assert first_is_done.wait(10)
+                product(x, weight, None)
+
+        with ThreadPoolExecutor(2) as pool, choosing():
+            for running in [pool.submit(first), pool.submit(second)]:
+                running.result(20)
+            assert len(products._chosen) == 2 and not products._noted.get()
+        assert products._noted.get() is None
+
     def test_an_error_within_the_block_chooses_nothing(self):
         with pytest.raises(KeyError), choosing():
             product(*inputs())
             raise KeyError
-        assert not products._chosen and products._noted is None
+        assert not products._chosen and products._noted.get() is None
 
 
 @pytest.mark.gpu
@@ -191,7 +259,6 @@ def test_chosen_products_are_replayed(tmp_path):
         got.fill_(torch.nan)
         graph.replay()
         torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
-    products._kept.cache_clear()
     products._chosen.clear()
     with choosing():
         product(x, weight, residual)
