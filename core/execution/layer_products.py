@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from octavo.core.execution.graph_writes import written_between
 from octavo.kernels.cublas.product import product  # noqa: F401, which makes the op
 
 
@@ -47,6 +48,8 @@ def _residual(node: Node) -> tuple[Node | None, Node | None]:
         return None, None
     others: list[Any] = [arg for arg in total.args if arg is not node]
     if len(others) != 1 or not isinstance(others[0], Node) or _kind(others[0]) != _kind(node):
+        return None, None
+    if written_between(node, total):  # to what is multiplied, maybe, or to the product
         return None, None
     return others[0], total
 

@@ -6,7 +6,8 @@ kernels read every query and key anyway (``ops.append_decode``) turns them on th
     x * cos + cat(-x[..., h:], x[..., :h]) * sin   -> attend(q, k, v)           x -> attend(q, k, v, cos, sin)
 
 This is looked for in the graph and not in a model's code, so it serves whoever computes "rotate half" over whole heads,
-be there norms before it; a graph that computes anything else stays as it is.
+be there norms before it; a graph that computes anything else stays as it is, and so does one that writes in place to
+what may be turned.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.fx import GraphModule, Node
+
+from octavo.core.execution.graph_writes import writes, written_between
 
 
 def without_turn(module: GraphModule, attend: Any, attend_turning: Any) -> GraphModule | None:
@@ -29,6 +32,8 @@ def without_turn(module: GraphModule, attend: Any, attend_turning: Any) -> Graph
         turned = _turned_heads(q), _turned_heads(k)
         if turned[0] is None or turned[1] is None or turned[0][1:] != turned[1][1:]:
             return None
+        if any(written_between(x, call) for x in (turned[0].x, turned[1].x)):
+            return None
         with graph.inserting_before(call):
             rows = [graph.call_function(operator.getitem, (x, 0)) for x in (turned[0].x, turned[1].x)]
             heads = [graph.call_method("transpose", (row, 0, 1)) for row in rows]
@@ -37,7 +42,7 @@ def without_turn(module: GraphModule, attend: Any, attend_turning: Any) -> Graph
         graph.erase_node(call)
     if not calls:
         return None
-    graph.eliminate_dead_code()
+    graph.eliminate_dead_code(lambda node: node.is_impure() or writes(node))
     return GraphModule(module, graph)
 
 
@@ -66,9 +71,12 @@ def _turned_heads(node: Any) -> _Turned | None:
     angles = _call_of(cos, "unsqueeze", 1), _call_of(sin, "unsqueeze", 1)
     if angles[0] is None or angles[1] is None or not _is_half_turn(half, x):
         return None
-    if _shape(x)[-1:] != _shape(angles[0])[-1:] or dtype not in (None, _dtype(x)):
+    shape = _shape(x)
+    if len(shape) != 4 or any(_shape(angle) != (1, *shape[2:]) for angle in angles):
         return None
-    return _Turned(x, *angles)
+    if dtype is None:
+        dtype = torch.promote_types(_dtype(x), torch.promote_types(*map(_dtype, angles)))
+    return _Turned(x, *angles) if dtype == _dtype(x) else None
 
 
 def _is_half_turn(node: Any, x: Any) -> bool:

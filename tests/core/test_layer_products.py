@@ -4,7 +4,9 @@ import operator
 
 import pytest
 import torch
+import torch.nn.functional as F
 
+from octavo.core.execution.graph_writes import writes
 from octavo.core.execution.layer_products import with_products
 
 
@@ -32,6 +34,26 @@ def graph_of(build):
     return module, targets
 
 
+def write(node):
+    return node.graph.call_method("zero_", (node,))
+
+
+WRITES = [
+    ((operator.setitem, (0, 1)), True), ((operator.iadd, (1,)), True), (("mul_", (2,)), True),
+    ((torch.relu_, ()), True), ((torch.neg, (), {"out": 1}), True), ((F.silu, (), {"inplace": True}), True),
+    ((F.silu, (), {"inplace": False}), False), ((operator.add, (1,)), False), ((operator.index, ()), False),
+    (("mul", (2,)), False), (("__add__", (2,)), False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "expected"), WRITES, ids=[str(call) for call, _ in WRITES])
+def test_what_writes_in_place(call, expected):
+    graph = torch.fx.Graph()
+    target, args, *named = call
+    op = "call_method" if isinstance(target, str) else "call_function"
+    assert writes(graph.create_node(op, target, (graph.placeholder("x"), *args), *named)) == expected
+
+
 PRODUCT, LINEAR, ADD = torch.ops.octavo.product, torch._C._nn.linear, operator.add
 
 
@@ -49,10 +71,13 @@ PRODUCT, LINEAR, ADD = torch.ops.octavo.product, torch._C._nn.linear, operator.a
         (lambda linear, add, x, w, o: (lambda y: (y, add(y, o)))(linear(x, w)), [PRODUCT, ADD]),
         (lambda linear, add, x, w, o: add(linear(x, w), w), [PRODUCT, ADD]),
         (lambda linear, add, x, w, o: add(linear(x, w), linear(o, w)), [PRODUCT, PRODUCT]),
+        (lambda linear, add, x, w, o: (lambda y: (write(x), add(y, o))[1])(linear(x, w)), [PRODUCT, ADD]),
+        (lambda linear, add, x, w, o: (lambda y: (write(o), add(y, x))[1])(linear(x, w)), [PRODUCT, ADD]),
+        (lambda linear, add, x, w, o: (write(x), add(linear(x, w), o))[1], [PRODUCT]),
         (lambda linear, add, x, w, o: add(o, linear(add(o, linear(x, w)), w)), [PRODUCT, PRODUCT]),
     ],
     ids=["alone", "no bias", "residual", "residual behind", "bias", "bias by name", "a number", "itself",
-         "wanted twice", "another shape", "two", "chain"],
+         "wanted twice", "another shape", "two", "x written", "other written", "written before", "chain"],
 )  # fmt: skip
 def test_what_becomes_a_product(build, calls):
     _, targets = graph_of(build)

@@ -102,12 +102,13 @@ def attend_turning(q, k, v, cos, sin, rest):
 
 class TestTheGraph:
     @staticmethod
-    def rewritten(half, x=(1, 2, 3, 8), cos=(1, 3, 8), dim=1, other_cos=False):
-        """The graph of a layer whose rotation is cut at ``half``, rewritten; None where it still turns."""
+    def rewritten(half, x=(1, 2, 3, 8), cos=(1, 3, 8), dim=1, other_cos=False, angles=torch.float32, written=None):
+        """The graph of a layer whose rotation is cut at ``half``, rewritten; None where it still turns.
+        ``written``: what is doubled in place before attention."""
         graph = torch.fx.Graph()
         q, k, v, first, second = (graph.placeholder(name) for name in ("q", "k", "v", "cos", "sin"))
         for node, shape in ((q, x), (k, x), (v, x), (first, cos), (second, cos)):
-            node.meta["example_value"] = torch.empty(shape)
+            node.meta["example_value"] = torch.empty(shape, dtype=angles if shape is cos else torch.float32)
         function = graph.call_function
         turned = []
         for node in (q, k):
@@ -117,23 +118,34 @@ class TestTheGraph:
             low = function(operator.getitem, (node, (Ellipsis, slice(None, half, None))))
             high = function(operator.getitem, (node, (Ellipsis, slice(half, None, None))))
             cat = function(torch.cat, ((function(operator.neg, (high,)), low),), {"dim": -1})
-            turned.append(function(operator.add, (function(operator.mul, (node, c)), function(operator.mul, (cat, s)))))
+            total = function(operator.add, (function(operator.mul, (node, c)), function(operator.mul, (cat, s))))
+            turned.append(total)
+            if written is not None:
+                graph.call_method("mul_", ({"x": node, "angles": c, "half": cat, "turned": total}[written], 2))
         heads = [graph.call_method("transpose", (function(operator.getitem, (node, 0)), 0, 1)) for node in (*turned, v)]
-        graph.output(function(attend, (*heads, 7)))
+        out = function(attend, (*heads, 7))
+        graph.call_method("mul_", (v, 2))
+        graph.output(out)
         return without_turn(torch.fx.GraphModule({}, graph), attend, attend_turning)
 
     def test_hands_over_what_was_to_be_turned(self):
         q, k, v = torch.randn(3, 1, 2, 3, 8)
         cos, sin = torch.randn(2, 1, 3, 8)
+        before = v.clone()
         found = self.rewritten(half=4)(q, k, v, cos, sin)
+        assert torch.equal(v, 2 * before), "what is called for its effect alone stays"
         assert all(torch.equal(a, b[0].transpose(0, 1)) for a, b in zip(found[:3], (q, k, v), strict=True))
         assert torch.equal(found[3], cos[0]) and torch.equal(found[4], sin[0]) and found[5] == 7
 
     @pytest.mark.parametrize(
         "other",
         [{"half": 3}, {"half": 4, "cos": (1, 3, 4)}, {"half": 4, "dim": 2}, {"half": 4, "other_cos": True},
-         {"half": 3, "x": (1, 2, 3, 7), "cos": (1, 3, 7)}],
-        ids=["not in the middle", "part of a head", "an angle a head", "other angles for keys", "odd heads"],
+         {"half": 3, "x": (1, 2, 3, 7), "cos": (1, 3, 7)}, {"half": 4, "cos": (1, 1, 8)},
+         {"half": 4, "x": (1, 2, 1, 8), "cos": (1, 3, 8)}, {"half": 4, "angles": torch.float64},
+         *({"half": 4, "written": what} for what in ("x", "angles", "half", "turned"))],
+        ids=["not in the middle", "part of a head", "an angle a head", "other angles for keys", "odd heads",
+             "one angle for all", "one token at all angles", "another type", "written", "angles written",
+             "half written", "turned and written"],
     )  # fmt: skip
     def test_stays_as_it_is_where_something_else_is_computed(self, other):
         assert self.rewritten(**other) is None
