@@ -170,7 +170,8 @@ CPU_OPTIONS = {"cpp_wrapper": True}
 class CompiledLayers:
     """A model's layers with compiled code in place of their forward, inside ``used()`` only.
 
-    What is compiled serves all lengths but 1, which torch takes for a constant and compiles by itself.
+    What is compiled serves all lengths but 1, which torch takes for a constant and compiles by itself. It is the code
+    of a module's class: what stands beside the layers and has a forward of its own runs that.
 
     Args:
         name: of the model, for errors.
@@ -178,6 +179,9 @@ class CompiledLayers:
             launches, in which a GPU does next to nothing. Where torch finds parts that it cannot compile, they stay.
         head: the output layer, which may choose how it multiplies.
         linears: packed, of a model on a CPU, whose layers they are lent for as long as those are no replays.
+
+    Raises:
+        UnsupportedModelError: a layer has a forward of its own, on being made and in ``used()``.
     """
 
     def __init__(
@@ -190,6 +194,7 @@ class CompiledLayers:
     ) -> None:
         self._layers = layers
         self._name = name
+        self._refuse_own_forwards()
         self._replays: list[LayerReplays] = []
         self._parts = Parts(layers)
         calls: list[Any] = []
@@ -216,6 +221,7 @@ class CompiledLayers:
 
         ``weights``: another number than in the last pass says that some were laid out anew.
         """
+        self._refuse_own_forwards()
         if self._replays and (self._parts.have_changed() or weights != self._weights):
             for replays in self._replays:
                 replays.forget()
@@ -223,13 +229,25 @@ class CompiledLayers:
         # A model whose layers differ in more than their weights is compiled as often as that.
         often = torch._dynamo.config.patch(recompile_limit=2 * len(self._layers) + 8)
         try:
-            with lent(self._forwards), often, _serving(step, on_cpu=bool(self._replays)):
+            forwards = [(module, forward) for module, forward in self._forwards if not _has_own_forward(module)]
+            with lent(forwards), often, _serving(step, on_cpu=bool(self._replays)):
                 yield
         except torch._dynamo.exc.TorchDynamoException as error:
             raise UnsupportedModelError(
                 f"the layers of {self._name} cannot be compiled ({type(error).__name__}: {error}); "
                 "use execution='graph'"
             ) from error
+
+    def _refuse_own_forwards(self) -> None:
+        if any(map(_has_own_forward, self._layers)):
+            raise UnsupportedModelError(
+                f"a layer of {self._name} has a forward of its own, which compiled code would pass over; "
+                "use execution='graph'"
+            )
+
+
+def _has_own_forward(module: nn.Module) -> bool:
+    return "forward" in module.__dict__
 
 
 def _compiled(forward: Any, backend: Any, fullgraph: bool = True) -> Any:

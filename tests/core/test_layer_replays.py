@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from octavo.core.errors import UnsupportedModelError
 from octavo.core.execution.compiled import CompiledLayers
 from octavo.core.execution.layer_replays import MOST_TOKENS, LayerReplays, Parts
 from octavo.kernels.cpu.linear import PackedLinears
@@ -176,3 +177,25 @@ def test_layers_of_other_parts_are_not_replayed():
     layer.norm.weight = nn.Parameter(torch.ones(2))
     with compiled.used(None, 0):
         assert not replays._noted
+
+
+def test_a_layer_with_a_forward_of_its_own_is_refused():
+    layers = [Block(), Block()]
+    compiled = CompiledLayers(layers, "a model", linears=PackedLinears(layers[0]))
+    layers[1].forward = lambda x: x
+    with pytest.raises(UnsupportedModelError, match="a forward of its own"), compiled.used(None, 0):
+        pytest.fail("it would be passed over")
+    with pytest.raises(UnsupportedModelError, match="execution='graph'"):
+        CompiledLayers(layers, "a model")
+
+
+def test_beside_the_layers_a_forward_of_ones_own_is_run():
+    norm, head = nn.LayerNorm(2), nn.Linear(2, 2, bias=False)
+    compiled = CompiledLayers([Block()], "a model", beside=[norm], head=head)
+    norm.forward, head.forward = own = (lambda x: x), (lambda x: x + 1)
+    with compiled.used(None, 0):
+        assert (norm.forward, head.forward) == own
+    assert (norm.forward, head.forward) == own
+    del norm.forward
+    with compiled.used(None, 0):
+        assert "forward" in norm.__dict__
