@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,8 +74,8 @@ class Latency(WithRivals):
             raise ConfigError("rates is empty; give at least one, for instance rates=[2,offline]")
         for rate in self.rates:
             number = isinstance(rate, int | float) and not isinstance(rate, bool)
-            if rate != OFFLINE and not (number and rate > 0):
-                raise ConfigError(f"rates={rate}: must be requests a second, above 0, or {OFFLINE}")
+            if rate != OFFLINE and not (number and 0 < rate < math.inf):
+                raise ConfigError(f"rates={rate}: must be requests a second, above 0, or {OFFLINE} (all at once)")
         at_least("requests", self.requests, 1)
         at_least("long_prompt_tokens", self.long_prompt_tokens, 1)
         for key in ("ttft_limit_s", "itl_limit_s"):

@@ -135,7 +135,7 @@ def refuse_too_long(workload: Workload, model: Any) -> None:
     if most is not None and workload.longest > most:
         raise ConfigError(
             f"workload {workload.name} has a request of {workload.longest} tokens, and the model at most {most}; "
-            "take another model or workload, or limit=2 for a smoke test"
+            "take another model or workload, a smaller long_prompt_tokens if there is one, or limit=2 for a smoke test"
         )
 
 
