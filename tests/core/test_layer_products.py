@@ -44,9 +44,11 @@ WRITES = [
     ((F.silu, (), {"inplace": False}), False), ((operator.add, (1,)), False), ((operator.index, ()), False),
     (("mul", (2,)), False), (("__add__", (2,)), False),
 ]  # fmt: skip
+WRITE_IDS = [f"{getattr(target, '__name__', target)}{''.join(map(str, named.items()))}"
+             for (target, _, *rest), _ in WRITES for named in [rest[0] if rest else {}]]  # fmt: skip
 
 
-@pytest.mark.parametrize(("call", "expected"), WRITES, ids=[str(call) for call, _ in WRITES])
+@pytest.mark.parametrize(("call", "expected"), WRITES, ids=WRITE_IDS)
 def test_what_writes_in_place(call, expected):
     graph = torch.fx.Graph()
     target, args, *named = call
