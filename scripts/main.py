@@ -42,6 +42,10 @@ FOLDERS = {
 """Where runs go, as in configs/config.yaml; a saved config.yaml, which is run again by its path, does not say it."""
 
 
+SHORT_FORMS = {"--profile": "profile=true"}
+"""What reads like a flag elsewhere, and the setting that it stands for."""
+
+
 @hydra.main(config_path="pkg://octavo.configs", config_name="config", version_base="1.3")
 def _job(cfg: DictConfig) -> None:
     """What Hydra calls for the one job, or for each job of a sweep."""
@@ -166,6 +170,7 @@ def main() -> int:
     os.environ["HYDRA_FULL_ERROR"] = "1"
     if sys.argv[1:2] == ["compare"]:
         sys.argv[1:] = _comparison(sys.argv[2:])
+    sys.argv[1:] = [SHORT_FORMS.get(argument, argument) for argument in sys.argv[1:]]
     if any(argument.partition("=")[0] in ("--config-path", "-cp") for argument in sys.argv[1:]):
         given = {argument.partition("=")[0] for argument in sys.argv[1:]}
         sys.argv += ["hydra.output_subdir=null"]

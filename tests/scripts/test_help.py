@@ -48,6 +48,11 @@ def test_help_lists_experiments_of_ones_own(tmp_path: Path) -> None:
     assert shown.returncode == 0 and "experiment: generate" in shown.stdout
 
 
+def test_profile_is_a_flag_too(tmp_path: Path) -> None:
+    shown = python(MAIN, "experiment=throughput", "--profile", "--cfg", "job", cwd=tmp_path, without=HEAVY)
+    assert shown.returncode == 0 and "profile: true" in shown.stdout, shown.stderr
+
+
 def test_configuration_is_printed_from_anywhere(tmp_path: Path) -> None:
     result = subprocess.run(
         [sys.executable, "-P", "-m", "octavo.scripts.main", "--cfg", "job", "engine.page_tokens=32"],
