@@ -176,9 +176,9 @@ class HFModel:
         return []
 
     def _head(self) -> nn.Linear | None:
-        """The output layer, if it is as torch made it and has no bias."""
+        """The output layer, if it is torch's and has no bias."""
         head = self.model.get_output_embeddings()  # type: ignore[operator]
-        return head if type(head) is nn.Linear and head.bias is None and "forward" not in head.__dict__ else None
+        return head if type(head) is nn.Linear and head.bias is None else None
 
     def foresight(self) -> Foresight:
         """Raises UnsupportedModelError as ``layers`` does."""

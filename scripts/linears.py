@@ -10,15 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from octavo.kernels.cpu.linear import PackedLinears
 from octavo.scripts.workloads import Workload
 
 TIMED_PASSES = 3
 
 
 def seconds(model: Any, workload: Workload, step_tokens: int) -> float:
-    """Time that the model's Linear layers need for a workload, one after the other, and nothing else: on a CPU by the
-    weights that octavo packs for its own products, which are the fastest at hand.
+    """Time that the model's Linear layers need for a workload, one after the other, and nothing else.
 
     Every prompt token passes once, in steps of at most ``step_tokens``, the output layer for one row a request.
     Then every decode step passes with as many rows as requests still run; each batch size is timed a few times, and its
@@ -30,12 +28,11 @@ def seconds(model: Any, workload: Workload, step_tokens: int) -> float:
     steps = range(1, max(workload.new_tokens))
     batches = Counter(sum(new > step for new in workload.new_tokens) for step in steps)
     total = 0.0
-    with PackedLinears(model).used():
-        for start in range(0, prompt_tokens, step_tokens):
-            rows = len(workload.prompts) if start + step_tokens >= prompt_tokens else 0
-            total += _median(_pass(model, min(step_tokens, prompt_tokens - start), rows), passes=1)
-        for rows, count in batches.items():
-            total += count * _median(_pass(model, rows, rows), TIMED_PASSES)
+    for start in range(0, prompt_tokens, step_tokens):
+        rows = len(workload.prompts) if start + step_tokens >= prompt_tokens else 0
+        total += _median(_pass(model, min(step_tokens, prompt_tokens - start), rows), passes=1)
+    for rows, count in batches.items():
+        total += count * _median(_pass(model, rows, rows), TIMED_PASSES)
     return total
 
 

@@ -201,18 +201,19 @@ class CompiledLayers:
         backend = noting(calls, CPU_OPTIONS) if linears is not None else versions
         compiled = {kind: _compiled(kind.forward, backend) for kind in {type(layer) for layer in layers}}
         forwards: list[Any] = [MethodType(compiled[type(layer)], layer) for layer in layers]
+        self._beside: list[tuple[nn.Module, Any]] = []
         if linears is not None:
             _attend_on_cpu()
             lends = [partial(linears.lent, linear_layers(layer)) for layer in layers]
             forwards = self._replays = list(map(LayerReplays, forwards, repeat(calls), lends))
-        self._forwards = list(zip(layers, forwards, strict=True))
-        if linears is None:
-            self._forwards += [
+        else:
+            self._beside = [
                 (module, MethodType(_compiled(type(module).forward, "inductor", fullgraph=False), module))
                 for module in beside
             ]
             if head is not None:
-                self._forwards.append((head, lambda x: product(x, head.weight, None)))
+                self._beside.append((head, lambda x: product(x, head.weight, None)))
+        self._forwards = list(zip(layers, forwards, strict=True))
         self._weights = 0
 
     @contextmanager
@@ -229,8 +230,8 @@ class CompiledLayers:
         # A model whose layers differ in more than their weights is compiled as often as that.
         often = torch._dynamo.config.patch(recompile_limit=2 * len(self._layers) + 8)
         try:
-            forwards = [(module, forward) for module, forward in self._forwards if not _has_own_forward(module)]
-            with lent(forwards), often, _serving(step, on_cpu=bool(self._replays)):
+            beside = [(module, forward) for module, forward in self._beside if not _has_own_forward(module)]
+            with lent([*self._forwards, *beside]), often, _serving(step, on_cpu=bool(self._replays)):
                 yield
         except torch._dynamo.exc.TorchDynamoException as error:
             raise UnsupportedModelError(
@@ -252,8 +253,8 @@ def _has_own_forward(module: nn.Module) -> bool:
 
 def _compiled(forward: Any, backend: Any, fullgraph: bool = True) -> Any:
     """torch keeps what it has compiled by code object, for all models alike; a copy of the code is this model's own."""
-    copy = FunctionType(
+    own = FunctionType(
         forward.__code__.replace(), forward.__globals__, forward.__name__, forward.__defaults__, forward.__closure__
     )
-    copy.__kwdefaults__ = forward.__kwdefaults__
-    return torch.compile(copy, backend=backend, fullgraph=fullgraph, dynamic=True)
+    own.__kwdefaults__ = forward.__kwdefaults__
+    return torch.compile(own, backend=backend, fullgraph=fullgraph, dynamic=True)

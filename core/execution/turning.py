@@ -106,11 +106,15 @@ def _call_of(node: Any, target: Any, *rest: Any) -> Any:
 
 
 def _dtype(node: Any) -> Any:
-    example = node.meta.get("example_value") if isinstance(node, Node) else None
+    example = _example(node)
     return None if example is None else example.dtype
 
 
 def _shape(node: Any) -> tuple[Any, ...]:
-    """As the compiler saw it; nothing where it has not said."""
-    example = node.meta.get("example_value") if isinstance(node, Node) else None
+    example = _example(node)
     return () if example is None else tuple(example.shape)
+
+
+def _example(node: Any) -> Any:
+    """A tensor as the compiler saw it; None where it has not said."""
+    return node.meta.get("example_value") if isinstance(node, Node) else None

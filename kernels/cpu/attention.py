@@ -14,6 +14,7 @@ results, the scores, to its type before the softmax, as in transformers' eager a
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from octavo.kernels.cpu import native
 from octavo.kernels.cpu.pages import append
 from octavo.kernels.cpu.plan import plan_decode
 from octavo.kernels.layout import entry_units, entry_valid
-from octavo.kernels.reference.pages import rotated
+from octavo.kernels.reference import attention as reference
 
 QUERY_BLOCK = 128
 """Queries of a prefill block: large enough for the matrix product, small enough for one head's scores to stay in
@@ -37,28 +38,7 @@ def decode(q: Tensor, pool: Tensor, *args, **named):  # type: ignore[no-untyped-
     return decode_gathered(q, pool, *args, **named) if done is None else done
 
 
-def append_decode(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pool: Tensor,
-    layer: int,
-    slots: Tensor,
-    table: Tensor,
-    lengths: Tensor,
-    q_pos: Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    sinks: Tensor | None,
-    scale: float,
-    window: int,
-    softcap: float,
-) -> Tensor:
-    if cos is not None and sin is not None:
-        q, k = rotated(q, cos, sin).to(q.dtype), rotated(k, cos, sin)
-    append(k, v, pool, layer, slots)
-    out: Tensor = decode(q, pool, layer, table, lengths, q_pos, None, sinks, scale, window, softcap, False, False)[0]
-    return out
+append_decode = partial(reference.append_decode, append=append, decode=decode)
 
 
 def _say(op: str, pool: Tensor, compiled: bool, **facts: object) -> None:

@@ -32,6 +32,7 @@ from torch import Tensor
 from octavo.kernels.cache_dir import cache_dir
 from octavo.kernels.cublas import library
 from octavo.kernels.cublas.library import Product, Shape
+from octavo.kernels.triton.settings import chip
 
 log = logging.getLogger(__name__)
 
@@ -143,8 +144,7 @@ def _seconds(run: Callable[[], object]) -> float:
 
 
 def _file(device: int) -> Path:
-    chip = torch.cuda.get_device_name(device).lower().replace(" ", "-")
-    return cache_dir() / f"products-{chip}-{library.version()}.json"
+    return cache_dir() / f"products-{chip(torch.device('cuda', device))}-{library.version()}.json"
 
 
 def _kept(device: int) -> dict[str, object]:

@@ -20,7 +20,7 @@ replaces a score s by c * tanh(s / c). ``sinks [Hq]`` are learned logits that jo
 Scores, softmax and sums are fp32. A row that sees nothing gives 0 and a log-sum-exp of minus infinity.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -86,6 +86,9 @@ def append_decode(
     scale: float,
     window: int,
     softcap: float,
+    *,
+    append: Callable[..., None] = append,
+    decode: Callable[..., tuple[Tensor, ...]] = decode,
 ) -> Tensor:
     """``append`` of one token a sequence, and ``decode`` of its query, in stored order that is logical order.
 
@@ -94,6 +97,7 @@ def append_decode(
         slots: int64 [B], where K and V go: slot ``lengths - 1`` of each row's table, where nothing is read before. A
             row of length 0 is padding: it gives 0, and whether its K and V are stored is left open.
         cos, sin: [B, R] as for ``append_fused``; a backend may round turned queries once, to the pool's dtype.
+        append, decode: the ops of a backend that has no call of its own for both.
 
     Returns ``out [B, Hq, D]`` in q's dtype.
     """

@@ -194,7 +194,6 @@ def _decode_kernel(
         c = cos + b.to(tl.int64) * angle_row
         s = sin + b.to(tl.int64) * angle_row
         query = load_turned(q + b * q_batch, c, s, heads, m < GROUP, q_head, 0, D, ROTARY, BLOCK_D)
-        query = query.to(pool.dtype.element_ty)  # the pool need not have the model's dtype, and a product takes one
         if FRESH:
             one = tl.arange(0, 1)
             fresh = load_turned(
@@ -207,7 +206,8 @@ def _decode_kernel(
             at = slot // U * unit_stride + slot % U * D
             tl.store(keys + at + d, fresh_key, mask=mine)
             tl.store(values + at + d, fresh_value, mask=mine)
-            dots = tl.sum(query.to(tl.float32) * fresh_key.to(tl.float32)[None, :], 1)
+            asked = query.to(pool.dtype.element_ty)  # as attend asks the others
+            dots = tl.sum(asked.to(tl.float32) * fresh_key.to(tl.float32)[None, :], 1)
             fresh_score = tl.where(has_end, scaled(dots, scale, cap, CAPPED), float("-inf"))
             last -= has_end.to(tl.int32)
         else:
