@@ -1,9 +1,10 @@
 """``octavo::product``: a Linear layer of few rows, and the residual behind it, by an algorithm that was measured.
 
 cuBLASLt proposes eight or so algorithms for a product and torch takes the first. At 64 to 192 rows another one is up to
-10 % faster, and what it adds at the end costs nothing, where an addition of its own costs a launch. Which one it is
-depends on the card, so it is tried: within ``choosing()`` every call notes what it multiplies, and at the end of the
-block each shape that is new is timed over several weights, one after the other, as a step will run them::
+10 % faster; on Hopper, octavo has a kernel of its own for fewer (``hopper/product.py``), in several ways of sharing out
+the work. Each of them adds a residual for nothing, where an addition of its own costs a launch. Which one is the
+fastest depends on the card, so it is tried: within ``choosing()`` every call notes what it multiplies, and at the end
+of the block each shape that is new is timed over several weights, one after the other, as a step will run them::
 
     choosing():   product(x, w of layer 0, r)  product(x, w of layer 1, r) ...     noted, and computed by torch
     at its end:   algorithm 0: [w0 w1 w2 ...] algorithm 1: [w0 w1 w2 ...] ...      timed, as CUDA graphs
@@ -22,6 +23,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -32,6 +34,7 @@ from torch import Tensor
 from octavo.kernels.cache_dir import cache_dir
 from octavo.kernels.cublas import library
 from octavo.kernels.cublas.library import Product, Shape
+from octavo.kernels.hopper import product as hopper
 from octavo.kernels.triton.settings import chip
 
 log = logging.getLogger(__name__)
@@ -49,7 +52,10 @@ MARGIN = 0.99
 
 Call = tuple[Tensor, Tensor, Tensor | None]
 
-_chosen: dict[tuple[int, Shape], tuple[Product, bytes]] = {}
+Run = Callable[[Tensor, Tensor, Tensor | None, Tensor], None]
+"""``x, weight, residual, out``"""
+
+_chosen: dict[tuple[int, Shape], Run] = {}
 _noted: ContextVar[dict[tuple[int, Shape], list[Call]] | None] = ContextVar("octavo_noted_products", default=None)
 """Of a thread: another one may be choosing, too, or run an engine of its own meanwhile."""
 
@@ -58,10 +64,10 @@ def product(x: Tensor, weight: Tensor, residual: Tensor | None) -> Tensor:
     """``x [..., K] @ weight [N, K].T``, and ``+ residual [..., N]``; rounded once where an algorithm was chosen."""
     key = _key(x, weight, residual)
     if key is not None:
-        choice = _chosen.get(key)
-        if choice is not None:
+        run = _chosen.get(key)
+        if run is not None:
             out = x.new_empty((*x.shape[:-1], weight.shape[0]))
-            choice[0].run(choice[1], x, weight, residual, out)
+            run(x, weight, residual, out)
             return out
         noted = _noted.get()
         if noted is not None:
@@ -98,30 +104,41 @@ def choosing() -> Iterator[None]:
     for key, calls in noted.items():
         try:
             _chosen[key] = _choose(key, calls)
-        except (OSError, RuntimeError) as error:  # no cuBLASLt, or it has nothing to propose that runs
+        except RuntimeError as error:
             log.info("%s: torch's own product (%s)", key[1], error)
 
 
-def _choose(key: tuple[int, Shape], calls: list[Call]) -> tuple[Product, bytes]:
+def _choose(key: tuple[int, Shape], calls: list[Call]) -> Run:
     device, shape = key
-    made, name = Product(shape, device), str(shape)
-    proposals = made.proposals()
+    proposals, name = _proposals(device, shape), str(shape)
     kept = _kept(device).get(name)
-    for algorithm in proposals:
-        if algorithm.hex() == kept:
-            return made, algorithm
+    if isinstance(kept, str) and kept in proposals:
+        return proposals[kept]
     best, best_s = None, float("inf")
     out = torch.empty((shape.rows, shape.outputs), dtype=shape.dtype, device=calls[0][0].device)
-    for algorithm in proposals:
-        with suppress(RuntimeError):  # proposed, and refused
-            seconds = _seconds(lambda a=algorithm: [made.run(a, *call, out) for call in calls])
-            if seconds < MARGIN * best_s:
-                best, best_s = algorithm, seconds
+    for proposal, run in proposals.items():
+        try:
+            seconds = _seconds(lambda run=run: [run(*call, out) for call in calls])
+        except RuntimeError as error:
+            log.info("%s: %s is refused (%s)", name, proposal, error)
+            continue
+        if seconds < MARGIN * best_s:
+            best, best_s = proposal, seconds
     if best is None:
-        raise RuntimeError(f"none of cuBLASLt's {len(proposals)} proposals runs")
-    log.info("%s: proposal %d of %d, %.1f us", name, proposals.index(best), len(proposals), 1e6 * best_s / len(calls))
+        raise RuntimeError(f"none of {len(proposals)} proposals runs")
+    log.info("%s: %s of %d proposals, %.1f us", name, best, len(proposals), 1e6 * best_s / len(calls))
     _keep(device, name, best)
-    return made, best
+    return proposals[best]
+
+
+def _proposals(device: int, shape: Shape) -> dict[str, Run]:
+    """Ways of multiplying, by a name that is kept: cuBLASLt's favourite first, octavo's own last."""
+    found: dict[str, Run] = {}
+    with suppress(OSError, RuntimeError):  # no cuBLASLt, or nothing that it proposes
+        made = Product(shape, device)
+        found |= {algorithm.hex(): partial(made.run, algorithm) for algorithm in made.proposals()}
+    ways = hopper.ways(torch.device("cuda", device), shape.rows, shape.outputs, shape.inputs)
+    return found | {f"hopper: {way}": partial(hopper.run, way) for way in ways}
 
 
 def _seconds(run: Callable[[], object]) -> float:
@@ -148,8 +165,8 @@ def _file(device: int) -> Path:
 
 
 def _kept(device: int) -> dict[str, object]:
-    """Algorithms chosen so far, by other processes too, by shape, in hexadecimal digits: as the file says, which may
-    have been damaged."""
+    """Proposals chosen so far, by other processes too, by shape, cuBLASLt's in hexadecimal digits: as the file says,
+    which may have been damaged."""
     try:
         found = json.loads(_file(device).read_text())
     except (OSError, ValueError):
@@ -157,9 +174,9 @@ def _kept(device: int) -> dict[str, object]:
     return found if isinstance(found, dict) else {}
 
 
-def _keep(device: int, name: str, algorithm: bytes) -> None:
+def _keep(device: int, name: str, proposal: str) -> None:
     """Add a choice to those that are kept by now."""
-    kept = {**_kept(device), name: algorithm.hex()}
+    kept = {**_kept(device), name: proposal}
     with suppress(OSError):  # a cache that cannot be written is none
         file = _file(device)
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -41,6 +41,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels import log
+from octavo.kernels.hopper import decode as hopper
 from octavo.kernels.triton import settings
 from octavo.kernels.triton.attend import attend
 from octavo.kernels.triton.combine import SharedRun, combine_parts
@@ -342,7 +343,13 @@ def decode_after(
 
     block_d = max(triton.next_power_of_2(head_dim), 16)
     many = " many" if batch >= MANY_ROWS else ""
-    tuned = settings.launch("decode", f"{block_d}x{pool.element_size()}{many}", q.device)
+    new = Fresh(q, q, q, None, None) if fresh is None else fresh  # the first stands for what is left out
+    plain = run is None and unit_pos is None and not want_mass
+    on_hopper = plain and hopper.serves(q, new.k, new.v, pool, new.cos, sinks)
+    if on_hopper:
+        tuned = settings.launch("decode_hopper", f"{head_dim}", q.device)
+    else:
+        tuned = settings.launch("decode", f"{block_d}x{pool.element_size()}{many}", q.device)
     block_n, group, heads = tuned["BLOCK_N"], q_heads // kv_heads, lengths.shape[2]
     items = batch * heads
     most, min_tiles = programs_a_lane(items, kv_heads // heads, entries * unit_tokens, multiprocessors(q.device), tuned)
@@ -366,11 +373,11 @@ def decode_after(
         return torch.empty(shape, dtype=torch.float32, device=q.device)
 
     if log.KERNELS:
-        kernel = f"Triton, at most {most} programs a KV head, combined" if most else "Triton, a program a row"
+        how = f"at most {most} programs a KV head, combined" if most else "a program a row"
         log.chosen(
             "decode",
             "triton",
-            kernel,
+            f"{'CUDA for Hopper' if on_hopper else 'Triton'}, {how}",
             pool,
             query_heads=q_heads,
             rows=batch,
@@ -387,7 +394,15 @@ def decode_after(
 
     scale, cap = score_arguments(scale, softcap)
     length_strides = axis_strides(lengths)
-    new = Fresh(q, q, q, None, None) if fresh is None else fresh  # the first stands for what is left out
+    if on_hopper:
+        hopper.attend(
+            q, pool, layer, table, lengths, q_pos, sinks, scale, cap, window,
+            *((None,) * 5 if fresh is None else (fresh.k, fresh.v, fresh.slots, fresh.cos, fresh.sin)),
+            most, min_tiles, out, lse, part_out, part_lse,
+        )  # fmt: skip
+        if most:
+            combine_parts(run, part_out, part_lse, lengths, q_pos, sinks, out, lse, layer, most, min_tiles, plan)
+        return out, lse if want_lse else lse.new_empty(0), fp32(0)
     _decode_kernel[kv_heads // heads, most or items](
         q,
         pool,

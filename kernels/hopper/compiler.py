@@ -1,0 +1,132 @@
+"""Kernels of this folder: from source to what can be launched, by NVRTC and the driver (package ``cuda-bindings``)."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+HERE = Path(__file__).parent
+SHARED_BYTES = 228 << 10
+"""Shared memory of a multiprocessor; of each block on it a kilobyte is the system's."""
+
+
+class HopperError(RuntimeError):
+    """A kernel of this folder cannot be compiled or launched."""
+
+
+@cache
+def _bindings() -> tuple[Any, Any]:
+    return importlib.import_module("cuda.bindings.driver"), importlib.import_module("cuda.bindings.nvrtc")
+
+
+@cache
+def usable(device: torch.device) -> bool:
+    """Whether kernels of this folder run on a device: a Hopper GPU, and ``cuda-bindings`` installed."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        return False
+    try:
+        _bindings()
+    except ImportError:
+        return False
+    return True
+
+
+def _done(result: tuple[Any, ...], what: str) -> Any:
+    if int(result[0]):
+        raise HopperError(f"{what} failed with {result[0]!r}")
+    return result[1] if len(result) > 1 else None
+
+
+def compiled(name: str, macros: Mapping[str, int], more: str = "") -> bytes:
+    """Machine code of ``name.cu`` for compute capability 9.0; ``more`` is source that goes before it.
+
+    Raises:
+        HopperError: with the compiler's words.
+    """
+    _, nvrtc = _bindings()
+    given = "".join(f"#define {macro} {int(value)}\n" for macro, value in macros.items())
+    parts = [given, (HERE / "hopper.h").read_text(), more, (HERE / f"{name}.cu").read_text()]
+    program = _done(nvrtc.nvrtcCreateProgram("\n".join(parts).encode(), f"{name}.cu".encode(), 0, [], []), "NVRTC")
+    options = [b"--gpu-architecture=sm_90a", b"--std=c++17", b"-default-device"]
+    (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
+    if int(status):
+        said = b" " * _done(nvrtc.nvrtcGetProgramLogSize(program), "NVRTC")
+        nvrtc.nvrtcGetProgramLog(program, said)
+        raise HopperError(f"{name}.cu does not compile with {dict(macros)}:\n{said.decode().strip()}")
+    code = b" " * _done(nvrtc.nvrtcGetCUBINSize(program), "NVRTC")
+    _done(nvrtc.nvrtcGetCUBIN(program, code), "NVRTC")
+    nvrtc.nvrtcDestroyProgram(program)
+    return code
+
+
+class Kernel:
+    """A kernel on one device, the current one when it is made."""
+
+    def __init__(self, name: str, code: bytes, threads: int, shared_bytes: int, cluster: int = 1) -> None:
+        self._driver, _ = _bindings()
+        self._threads, self._shared_bytes, self._cluster = threads, shared_bytes, cluster
+        torch.cuda.current_stream()  # the device's context is torch's
+        module = _done(self._driver.cuModuleLoadData(code), "loading a kernel")
+        self._function = _done(self._driver.cuModuleGetFunction(module, name.encode()), "loading a kernel")
+        most = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        _done(self._driver.cuFuncSetAttribute(self._function, most, shared_bytes), "shared memory")
+
+    @property
+    def most_clusters(self) -> int:
+        """Clusters that run at the same time."""
+        return int(
+            _done(self._driver.cuOccupancyMaxActiveClusters(self._function, self._config((1024, 1), 0)), "occupancy")
+        )
+
+    def launch(self, grid: tuple[int, int], arguments: Sequence[Any]) -> None:
+        """On the current stream, at the earliest while the kernel before still runs. ``arguments``: ctypes objects and
+        tensor maps, in the kernel's order."""
+        places = [a.getPtr() if hasattr(a, "getPtr") else ctypes.addressof(a) for a in arguments]
+        listed = (ctypes.c_void_p * len(places))(*places)
+        config = self._config(grid, torch.cuda.current_stream().cuda_stream)
+        _done(self._driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(listed), 0), "launch")
+
+    def _config(self, grid: tuple[int, int], stream: int) -> Any:
+        driver = self._driver
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = *grid, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = self._threads, 1, 1
+        config.sharedMemBytes, config.hStream = self._shared_bytes, stream
+        cluster, early = driver.CUlaunchAttribute(), driver.CUlaunchAttribute()
+        cluster.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        cluster.value.clusterDim.x, cluster.value.clusterDim.y, cluster.value.clusterDim.z = self._cluster, 1, 1
+        early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        early.value.programmaticStreamSerializationAllowed = 1
+        config.attrs, config.numAttrs = [cluster, early], 2
+        return config
+
+
+def tensor_map(x: Tensor, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int]) -> Any:
+    """What the copy engine takes a 16-bit tensor for: axes of ``sizes``, the innermost first, ``strides`` in bytes of
+    all but that one, of which it copies a ``box`` at a time; zeros where that reaches beyond. Its rows of 128 bytes are
+    laid down with their 16-byte pieces swizzled by the row."""
+    driver, _ = _bindings()
+    kinds = driver.CUtensorMapDataType
+    kind = {
+        torch.bfloat16: kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        torch.float16: kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+    }[x.dtype]
+    wide, narrow = driver.cuuint64_t, driver.cuuint32_t
+    return _done(
+        driver.cuTensorMapEncodeTiled(
+            kind, len(sizes), x.data_ptr(), [wide(size) for size in sizes], [wide(stride) for stride in strides],
+            [narrow(size) for size in box], [narrow(1)] * len(sizes),
+            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_NONE,
+            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        ),
+        f"a tensor map of {tuple(sizes)}",
+    )  # fmt: skip

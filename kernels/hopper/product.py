@@ -1,0 +1,108 @@
+"""Products of few rows on Hopper: what ``product.cu`` is launched with, and in which ways."""
+
+from __future__ import annotations
+
+from ctypes import c_int, c_void_p
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from octavo.kernels.hopper.compiler import SHARED_BYTES, Kernel, compiled, tensor_map, usable
+
+MOST_ROWS = 128
+MOST_STAGES = 20
+_TOKENS = (8, 16, 24, 32, 48, 64, 96, 128)
+_THREADS = 160
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a product is shared out: ``outputs`` at a time to a cluster of ``split`` blocks, in steps of ``64 * wide``
+    inputs, with ``blocks`` of them on a multiprocessor."""
+
+    outputs: int
+    wide: int
+    split: int
+    blocks: int
+
+    def __str__(self) -> str:
+        return f"{self.outputs} outputs, {64 * self.wide} inputs, split by {self.split}, {self.blocks} blocks"
+
+
+WAYS = (
+    Way(64, 4, 2, 1),
+    Way(64, 2, 2, 1),
+    Way(64, 2, 2, 2),
+    Way(64, 2, 1, 1),
+    Way(64, 2, 1, 2),
+    Way(128, 2, 2, 1),
+    Way(128, 1, 2, 1),
+    Way(128, 1, 1, 1),
+    Way(128, 1, 1, 2),
+)
+"""Those that were the fastest for some shape of an 8B model on an H200 (docs/results.md)."""
+
+
+def ways(device: torch.device, rows: int, outputs: int, inputs: int) -> list[Way]:
+    """Ways of multiplying ``rows`` rows on a device; none where the kernel does not serve."""
+    if not usable(device) or rows > MOST_ROWS or outputs % 8 or inputs % 8:
+        return []
+    return [way for way in WAYS if _stages(_padded(rows), way) >= 3]
+
+
+def run(way: Way, x: Tensor, weight: Tensor, residual: Tensor | None, out: Tensor) -> None:
+    """``out [..., N] = x [..., K] @ weight [N, K].T (+ residual [..., N])``, all contiguous and of one 16-bit type."""
+    outputs, inputs = weight.shape
+    x = x.view(-1, inputs)
+    tokens = _padded(len(x))
+    kernel, most = _kernel(x.device.index, x.dtype == torch.bfloat16, tokens, way)
+    shares = -(-outputs // way.outputs)
+    maps = [
+        tensor_map(t, (inputs, len(t)), (2 * inputs,), (64, box)) for t, box in ((weight, way.outputs), (x, tokens))
+    ]
+    places = [c_void_p(0 if residual is None else residual.data_ptr()), c_void_p(out.data_ptr())]
+    numbers = map(c_int, (len(x), outputs, -(-inputs // (64 * way.wide)), shares))
+    kernel.launch((min(shares, most) * way.split, 1), (*maps, *places, *numbers))
+
+
+def _padded(rows: int) -> int:
+    return next(tokens for tokens in _TOKENS if rows <= tokens)
+
+
+def _shared_bytes(tokens: int, way: Way, stages: int) -> int:
+    stage = 128 * way.wide * (way.outputs + tokens)
+    return stages * (stage + 16) + 4 * tokens * (way.outputs + 4) + 16
+
+
+def _stages(tokens: int, way: Way) -> int:
+    room = SHARED_BYTES // way.blocks - 1024
+    return max((n for n in range(1, MOST_STAGES + 1) if _shared_bytes(tokens, way, n) <= room), default=0)
+
+
+@cache
+def _kernel(device: int, bf16: bool, tokens: int, way: Way) -> tuple[Kernel, int]:
+    """The kernel, and the clusters of it that run at a time."""
+    stages = _stages(tokens, way)
+    macros = {"T": tokens, "BM": way.outputs, "KS": way.wide, "STAGES": stages, "SPLIT": way.split, "BF16": bf16}
+    code = compiled("product", macros, _multiply(tokens, "bf16" if bf16 else "f16"))
+    with torch.cuda.device(device):
+        kernel = Kernel("product", code, _THREADS, _shared_bytes(tokens, way, stages), way.split)
+        return kernel, kernel.most_clusters
+
+
+def _multiply(tokens: int, kind: str) -> str:
+    """``multiply(sums, weight, x, more)``: ``sums [64, tokens] (more? += : =) weight @ x.T``, an instruction of which
+    every number of tokens needs a text of its own."""
+    sums = ", ".join(f"%{i}" for i in range(tokens // 2))
+    bound = ", ".join(f'"+f"(sums[{i}])' for i in range(tokens // 2))
+    a, b, more = (f"%{tokens // 2 + i}" for i in range(3))
+    instruction = (
+        f"wgmma.mma_async.sync.aligned.m64n{tokens}k16.f32.{kind}.{kind} {{{sums}}}, {a}, {b}, add, 1, 1, 0, 0;"
+    )
+    return (
+        f"INLINE void multiply(float (&sums)[{tokens // 2}], u64 weight, u64 x, int more) {{\n"
+        f'  asm volatile("{{\\n .reg .pred add;\\n setp.ne.b32 add, {more}, 0;\\n {instruction}\\n}}"\n'
+        f'    : {bound} : "l"(weight), "l"(x), "r"(more));\n}}\n'
+    )
