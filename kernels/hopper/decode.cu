@@ -29,6 +29,8 @@
 #define ENTRIES (16 / ROWS)
 #define GROUP_BYTES (16 * D * 2)
 #define INFINITE __int_as_float(0x7f800000)
+#define SPANS 64
+#define PAIRS ((GROUP * D / 2 + 127) / 128)  // of queries, that a thread turns
 #define LN2 0.6931471805599453f
 #define LOG2E 1.4426950408889634f
 
@@ -76,9 +78,9 @@ INLINE u32 turned_matrix(u32 from) {
 
 INLINE void multiply(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) {
 #if BF16
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
 #else
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"
 #endif
                " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
                : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
@@ -108,9 +110,7 @@ INLINE float scaled(float dots, float scale, float cap) {  // kernels/triton/til
   return score;
 }
 
-// Two numbers that lie one behind the other.
-INLINE float2 pair(const u16* numbers) {
-  u32 bits = *reinterpret_cast<const u32*>(numbers);
+INLINE float2 pair(u32 bits) {
   return make_float2(widen(static_cast<u16>(bits & 0xffff)), widen(static_cast<u16>(bits >> 16)));
 }
 
@@ -118,23 +118,40 @@ INLINE float2 angles(const void* of, long long at) {
 #if WIDE_ANGLES
   return *reinterpret_cast<const float2*>(static_cast<const float*>(of) + at);
 #else
-  return pair(static_cast<const u16*>(of) + at);
+  return pair(*reinterpret_cast<const u32*>(static_cast<const u16*>(of) + at));
 #endif
 }
 
-// Numbers d and d + 1 (d is even) of a row, turned as kernels/triton/rotary.py turns them, and rounded to its type.
-INLINE u32 turned(const u16* row, const Arguments& a, int b, int d) {
-  float2 numbers = pair(row + d);
+// Numbers d and d + 1 (d is even) of a row, and what they are turned by: asked for, long before it is known.
+struct Unturned {
+  u32 numbers, partners;
+  float2 cosines, sines;
+};
+
+INLINE Unturned fetch(const u16* row, const Arguments& a, int b, int d) {
+  Unturned x;
+  x.numbers = *reinterpret_cast<const u32*>(row + d);
 #if ROTARY
   if (d < ROTARY) {
-    bool first = d < ROTARY / 2;
-    float2 partners = pair(row + (first ? d + ROTARY / 2 : d - ROTARY / 2));
-    float2 cosines = angles(a.cos, b * a.angle_row + d), sines = angles(a.sin, b * a.angle_row + d);
-    numbers.x = fmaf(numbers.x, cosines.x, partners.x * (first ? -sines.x : sines.x));
-    numbers.y = fmaf(numbers.y, cosines.y, partners.y * (first ? -sines.y : sines.y));
+    x.partners = *reinterpret_cast<const u32*>(row + (d < ROTARY / 2 ? d + ROTARY / 2 : d - ROTARY / 2));
+    x.cosines = angles(a.cos, b * a.angle_row + d);
+    x.sines = angles(a.sin, b * a.angle_row + d);
   }
 #endif
-  return narrow(numbers.x, numbers.y);
+  return x;
+}
+
+// Turned as kernels/triton/rotary.py turns them, and rounded to their type.
+INLINE u32 turned(const Unturned& x, int d) {
+#if ROTARY
+  if (d < ROTARY) {
+    float2 numbers = pair(x.numbers), partners = pair(x.partners);
+    float sign = d < ROTARY / 2 ? -1.0f : 1.0f;
+    return narrow(fmaf(numbers.x, x.cosines.x, partners.x * (sign * x.sines.x)),
+                  fmaf(numbers.y, x.cosines.y, partners.y * (sign * x.sines.y)));
+  }
+#endif
+  return x.numbers;
 }
 
 INLINE float number(const void* of, int at) {
@@ -167,12 +184,14 @@ INLINE int share_begin(int program, int total, int used) {
 
 // A walk through a share: from item to item, each with the slots [first, last) of it that are ours.
 struct Walk {
-  int item, begin, tiles, now, stop;     // the item, its tiles [begin, begin + tiles) of the lane, our tiles [now, stop)
+  const Span* spans;  // of SPANS items from ``origin`` on
+  int origin;
+  int item, begin, tiles, now, stop;  // the item, its tiles [begin, begin + tiles) of the lane, our tiles [now, stop)
   int first, last;
   bool has_end, whole;
 
   INLINE void enter(const Arguments& a) {
-    Span span = span_of(a, item);
+    Span span = item - origin < SPANS ? spans[item - origin] : span_of(a, item);
     tiles = span.tiles;
     int until = min(stop, begin + tiles);
     has_end = until == begin + tiles && tiles > 0;
@@ -199,9 +218,10 @@ decode(const __grid_constant__ TensorMap pool_map, const __grid_constant__ Argum
   float* accs = reinterpret_cast<float*>(memory + 4 * STAGES * 2 * GROUP_BYTES);  // [4, GROUP, D]
   float* tops = accs + 4 * GROUP * D;                                             // [5, GROUP], the last the new token's
   float* totals = tops + 5 * GROUP;                                               // [4, GROUP]
-  u32* fresh_key = reinterpret_cast<u32*>(totals + 4 * GROUP);                    // [D / 2] pairs
-  u64* barriers = reinterpret_cast<u64*>(fresh_key + D / 2 + GROUP % 2);          // [4, STAGES]
-  int* valid = reinterpret_cast<int*>(barriers + 4 * STAGES);                     // [4, STAGES, ENTRIES]
+  u32* queries = reinterpret_cast<u32*>(totals + 4 * GROUP);                      // [GROUP, D / 2] pairs, turned
+  u64* barriers = reinterpret_cast<u64*>(queries + GROUP * D / 2 + GROUP % 2);    // [4, STAGES]
+  Span* spans = reinterpret_cast<Span*>(barriers + 4 * STAGES);                   // [SPANS]
+  int* valid = reinterpret_cast<int*>(spans + SPANS);                             // [4, STAGES, ENTRIES]
   int* plan = valid + 4 * STAGES * ENTRIES;                                       // sums of 4 warps, item, its begin
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -220,12 +240,13 @@ decode(const __grid_constant__ TensorMap pool_map, const __grid_constant__ Argum
 
   // Which tiles of which items are ours.
   Walk share;
+  share.spans = spans;
 #if DIRECT
-  share.item = program;
+  share.item = share.origin = program;
   share.begin = share.now = 0;
-  share.stop = 1 << 30;
-  share.enter(a);
-  share.stop = share.tiles;
+  if (threadIdx.x == 0) spans[0] = span_of(a, program);
+  __syncthreads();
+  share.stop = spans[0].tiles;
 #else
   {
     int each = (a.items + 127) / 128, mine = 0;
@@ -262,11 +283,14 @@ decode(const __grid_constant__ TensorMap pool_map, const __grid_constant__ Argum
       plan[5] = begin;
     }
     __syncthreads();
-    share.item = plan[4];
+    share.item = share.origin = plan[4];
     share.begin = plan[5];
-    share.enter(a);
+    int other = share.item + threadIdx.x;
+    if (threadIdx.x < SPANS && other < a.items) spans[threadIdx.x] = span_of(a, other);
+    __syncthreads();
   }
 #endif
+  share.enter(a);
 
   // The loading end of this warp's ring: where it stands, and the entries of the group that it loads next.
   Walk loading = share;
@@ -313,10 +337,33 @@ decode(const __grid_constant__ TensorMap pool_map, const __grid_constant__ Argum
   let_next_kernel_start();
 #endif
 
+  // The queries of an item: asked for while the one before is attended to, turned behind it.
+  Unturned coming[PAIRS];
+  auto fetch_queries = [&](const Walk& of) {
+    const int b = of.item / HEADS, head = of.item % HEADS * LANES + table_lane;
+#pragma unroll
+    for (int i = 0; i < PAIRS; i++) {
+      int at = 2 * (threadIdx.x + 128 * i), row = at / D;
+      if (row < GROUP) coming[i] = fetch(a.q + b * a.q_batch + (head * GROUP + row) * a.q_head, a, b, at % D);
+    }
+  };
+  auto turn_queries = [&] {
+#pragma unroll
+    for (int i = 0; i < PAIRS; i++) {
+      int at = 2 * (threadIdx.x + 128 * i);
+      if (at / D < GROUP) queries[at / 2] = turned(coming[i], at % D);
+    }
+  };
+  fetch_queries(share);
+  turn_queries();
+  __syncthreads();
+
   int taken = 0, part = 2 * program;
+  bool again;
   do {
     const int b = share.item / HEADS, head = share.item % HEADS * LANES + table_lane, position = a.q_pos[b];
-    const u16* query = a.q + b * a.q_batch + static_cast<long long>(head) * GROUP * a.q_head;
+    Walk following = share;
+    again = following.next(a);
 
     u32 asked[COLUMNS][STEPS][2];  // Q^T: numbers 16 i + 2 (lane % 4) + {0, 1} (+ 8) of head lane / 4
 #pragma unroll
@@ -325,35 +372,20 @@ decode(const __grid_constant__ TensorMap pool_map, const __grid_constant__ Argum
       for (int i = 0; i < STEPS; i++)
 #pragma unroll
         for (int j = 0; j < 2; j++) {
-          int d = 16 * i + 8 * j + lane % 4 * 2, row = 8 * c + lane / 4;
-          const u16* numbers = query + row * a.q_head;
-          asked[c][i][j] = row < GROUP ? turned(numbers, a, b, d) : 0;
+          int row = 8 * c + lane / 4;
+          asked[c][i][j] = row < GROUP ? queries[row * (D / 2) + 8 * i + 4 * j + lane % 4] : 0;
         }
 
+    if (again) fetch_queries(following);
 #if FRESH
-    if (share.has_end) {
-      const u16* key = a.k + b * a.k_batch + head * a.k_head;
-      long long at = a.slots[b];
-      u16* to = a.pool + (at / U) * a.unit_stride + static_cast<long long>(a.layer_row + head * U + at % U) * D;
-      for (int d = 2 * threadIdx.x; d < D; d += 256) {
-        u32 numbers = turned(key, a, b, d);
-        *reinterpret_cast<u32*>(to + d) = numbers;
-        *reinterpret_cast<u32*>(to + KV_HEADS * U * D + d) =
-            *reinterpret_cast<const u32*>(a.v + b * a.v_batch + head * a.v_head + d);
-        fresh_key[d / 2] = numbers;
+    Unturned key[D / 64];
+    u32 value[D / 64];
+    if (share.has_end)
+#pragma unroll
+      for (int i = 0; i < D / 64; i++) {
+        key[i] = fetch(a.k + b * a.k_batch + head * a.k_head, a, b, 2 * lane + 64 * i);
+        value[i] = *reinterpret_cast<const u32*>(a.v + b * a.v_batch + head * a.v_head + 2 * lane + 64 * i);
       }
-      __syncthreads();
-      for (int row = warp; row < GROUP; row += 4) {
-        float dots = 0;
-        for (int d = 2 * lane; d < D; d += 64) {
-          u32 numbers = turned(query + row * a.q_head, a, b, d);
-          float2 x = pair(reinterpret_cast<const u16*>(&numbers)), y = pair(reinterpret_cast<const u16*>(fresh_key + d / 2));
-          dots += x.x * y.x + x.y * y.y;
-        }
-        dots = sum_over_lanes(dots);
-        if (lane == 0) tops[4 * GROUP + row] = scaled(dots, a.scale, a.cap);
-      }
-    }
 #endif
 
     float top[COLUMNS][2], total[COLUMNS][2], acc[COLUMNS][STEPS][4];
@@ -371,25 +403,52 @@ decode(const __grid_constant__ TensorMap pool_map, const __grid_constant__ Argum
       wait(barrier + 8 * stage, taken / STAGES & 1);
       const int slot0 = lane / 4, slot1 = slot0 + 8;
       const int valid0 = valid[stage * ENTRIES], valid1 = valid[stage * ENTRIES + ENTRIES - 1] + (ENTRIES - 1) * ROWS;
+
+      // Out of shared memory at once, so that the copy engine can fill it again while we count.
+      u32 k[STEPS][4], v[STEPS][4];
+#pragma unroll
+      for (int i = 0; i < STEPS; i++) {
+        int line = lane % 16 * HALVES + i / 4, piece = i % 4 * 2 + lane / 16;
+        load_matrices(k[i], keys + line * 128 + ((piece ^ line % 8) << 4));
+      }
+#pragma unroll
+      for (int i = 0; i < STEPS; i++) {
+        int line = (lane / 16 * 8 + lane % 8) * HALVES + i / 4, piece = i % 4 * 2 + lane / 8 % 2;
+        load_turned_matrices(v[i], keys + GROUP_BYTES + line * 128 + ((piece ^ line % 8) << 4));
+      }
+
+      float scores[COLUMNS][4];
+#pragma unroll
+      for (int c = 0; c < COLUMNS; c++) {
+        float odd[4] = {0, 0, 0, 0};
+        scores[c][0] = scores[c][1] = scores[c][2] = scores[c][3] = 0;
+#pragma unroll
+        for (int i = 0; i < STEPS; i += 2) {
+          multiply(scores[c], k[i], asked[c][i][0], asked[c][i][1]);
+          multiply(odd, k[i + 1], asked[c][i + 1][0], asked[c][i + 1][1]);
+        }
+#pragma unroll
+        for (int i = 0; i < 4; i++) scores[c][i] += odd[i];
+      }
+
+      const int pair0 = lane % 4 * 2, pair1 = pair0 + 8;  // a slot that holds no token may hold NaN
+      const u32 mask0 = (pair0 < valid0 ? 0xffffu : 0) | (pair0 + 1 < valid0 ? 0xffff0000u : 0);
+      const u32 mask1 = (pair1 < valid1 ? 0xffffu : 0) | (pair1 + 1 < valid1 ? 0xffff0000u : 0);
+#pragma unroll
+      for (int i = 0; i < STEPS; i++) {
+        v[i][0] &= mask0;
+        v[i][1] &= mask0;
+        v[i][2] &= mask1;
+        v[i][3] &= mask1;
+      }
+      __syncwarp();
+      load();
+
       bool seen0 = slot0 < valid0, seen1 = slot1 < valid1;
 #if WINDOW
       seen0 = seen0 && position - (start + slot0) < WINDOW;
       seen1 = seen1 && position - (start + slot1) < WINDOW;
 #endif
-
-      float scores[COLUMNS][4];
-#pragma unroll
-      for (int c = 0; c < COLUMNS; c++) scores[c][0] = scores[c][1] = scores[c][2] = scores[c][3] = 0;
-#pragma unroll
-      for (int i = 0; i < STEPS; i++) {
-        int line = lane % 16 * HALVES + i / 4, piece = i % 4 * 2 + lane / 16;
-        u32 k[4];
-        load_matrices(k, keys + line * 128 + ((piece ^ line % 8) << 4));
-#pragma unroll
-        for (int c = 0; c < COLUMNS; c++) multiply(scores[c], k, asked[c][i][0], asked[c][i][1]);
-      }
-
-      u32 probs[COLUMNS][2];
 #pragma unroll
       for (int c = 0; c < COLUMNS; c++) {
 #pragma unroll
@@ -409,31 +468,39 @@ decode(const __grid_constant__ TensorMap pool_map, const __grid_constant__ Argum
             acc[c][i][2 + j] *= decay;
           }
         }
-        probs[c][0] = turned_matrix(narrow(scores[c][0], scores[c][1]));
-        probs[c][1] = turned_matrix(narrow(scores[c][2], scores[c][3]));
-      }
-
-      const bool full = valid0 >= 16 / ENTRIES && valid1 >= 16;
-      const int pair0 = lane % 4 * 2, pair1 = pair0 + 8;  // a slot that holds no token may hold NaN
-      const u32 mask0 = (pair0 < valid0 ? 0xffffu : 0) | (pair0 + 1 < valid0 ? 0xffff0000u : 0);
-      const u32 mask1 = (pair1 < valid1 ? 0xffffu : 0) | (pair1 + 1 < valid1 ? 0xffff0000u : 0);
+        const u32 probs0 = turned_matrix(narrow(scores[c][0], scores[c][1]));
+        const u32 probs1 = turned_matrix(narrow(scores[c][2], scores[c][3]));
 #pragma unroll
-      for (int i = 0; i < STEPS; i++) {
-        int line = (lane / 16 * 8 + lane % 8) * HALVES + i / 4, piece = i % 4 * 2 + lane / 8 % 2;
-        u32 v[4];
-        load_turned_matrices(v, keys + GROUP_BYTES + line * 128 + ((piece ^ line % 8) << 4));
-        if (!full) {
-          v[0] &= mask0;
-          v[1] &= mask0;
-          v[2] &= mask1;
-          v[3] &= mask1;
-        }
-#pragma unroll
-        for (int c = 0; c < COLUMNS; c++) multiply(acc[c][i], v, probs[c][0], probs[c][1]);
+        for (int i = 0; i < STEPS; i++) multiply(acc[c][i], v[i], probs0, probs1);
       }
-      __syncwarp();  // all have read what is overwritten now
-      load();
     }
+
+#if FRESH
+    if (share.has_end) {  // every warp has the new key, and asks it for its rows; the first one stores it
+      long long at = a.slots[b];
+      u16* to = a.pool + (at / U) * a.unit_stride + static_cast<long long>(a.layer_row + head * U + at % U) * D;
+      float2 numbers[D / 64];
+#pragma unroll
+      for (int i = 0; i < D / 64; i++) {
+        u32 bits = turned(key[i], 2 * lane + 64 * i);
+        numbers[i] = pair(bits);
+        if (warp == 0) {
+          *reinterpret_cast<u32*>(to + 2 * lane + 64 * i) = bits;
+          *reinterpret_cast<u32*>(to + KV_HEADS * U * D + 2 * lane + 64 * i) = value[i];
+        }
+      }
+      for (int row = warp; row < GROUP; row += 4) {
+        float dots = 0;
+#pragma unroll
+        for (int i = 0; i < D / 64; i++) {
+          float2 query = pair(queries[row * (D / 2) + lane + 32 * i]);
+          dots += query.x * numbers[i].x + query.y * numbers[i].y;
+        }
+        dots = sum_over_lanes(dots);
+        if (lane == 0) tops[4 * GROUP + row] = scaled(dots, a.scale, a.cap);
+      }
+    }
+#endif
 
     // Join the warps.
 #pragma unroll
@@ -455,43 +522,62 @@ decode(const __grid_constant__ TensorMap pool_map, const __grid_constant__ Argum
         }
       }
     __syncthreads();
-    for (int at = threadIdx.x; at < GROUP * D; at += 128) {
-      int row = at / D, d = at % D;
-      bool fresh = FRESH && share.has_end;
+#pragma unroll
+    for (int row = warp; row < GROUP; row += 4) {
+      const bool fresh = FRESH && share.has_end;
       float highest = fresh ? tops[4 * GROUP + row] : -INFINITE;
+#pragma unroll
       for (int w = 0; w < 4; w++) highest = fmaxf(highest, tops[w * GROUP + row]);
-      float pivot = highest == -INFINITE ? 0 : highest, sum = 0, weights = 0;
-#if FRESH
-      if (fresh) {
-        weights = exp2f(tops[4 * GROUP + row] - pivot);
-        sum = weights * widen(a.v[b * a.v_batch + head * a.v_head + d]);
-      }
-#endif
+      const float pivot = highest == -INFINITE ? 0 : highest;
+      float weights[5], sum = 0;
+#pragma unroll
       for (int w = 0; w < 4; w++) {
-        float weight = exp2f(tops[w * GROUP + row] - pivot);
-        weights += weight * totals[w * GROUP + row];
-        sum += weight * accs[(w * GROUP + row) * D + d];
+        weights[w] = exp2f(tops[w * GROUP + row] - pivot);
+        sum += weights[w] * totals[w * GROUP + row];
       }
-      bool nothing = weights == 0;
-      float lse = nothing ? -INFINITE : highest + log2f(weights);
-      sum = nothing ? 0 : sum / weights;
-      int asking = head * GROUP + row;
-      if (share.whole) {
+      weights[4] = fresh ? exp2f(tops[4 * GROUP + row] - pivot) : 0;
+      sum += weights[4];
+      float lse = sum == 0 ? -INFINITE : highest + log2f(sum), shrink = sum == 0 ? 0 : 1 / sum;
+      const int asking = head * GROUP + row;
 #if SINKS
+      if (share.whole) {
         float sink = number(a.sinks, asking) * LOG2E, higher = fmaxf(lse, sink), base = higher == -INFINITE ? 0 : higher;
         float joined = base + log2f(exp2f(lse - base) + exp2f(sink - base));
-        sum *= lse == -INFINITE ? 0 : exp2f(lse - joined);
+        shrink *= lse == -INFINITE ? 0 : exp2f(lse - joined);
         lse = joined;
+      }
 #endif
-        a.out[b * a.out_batch + asking * a.out_head + d] = static_cast<u16>(narrow(sum, 0.0f) & 0xffff);
-        if (d == 0) a.lse[b * (KV_HEADS * GROUP) + asking] = lse * LN2;
-      } else {
-        long long place = static_cast<long long>(part) * (KV_HEADS * GROUP) + asking;
-        a.part_out[place * D + d] = sum;
-        if (d == 0) a.part_lse[place] = lse;
+      const long long place = static_cast<long long>(part) * (KV_HEADS * GROUP) + asking;
+      if (lane == 0) {
+        if (share.whole) a.lse[b * (KV_HEADS * GROUP) + asking] = lse * LN2;
+        else a.part_lse[place] = lse;
+      }
+#pragma unroll
+      for (int i = 0; i < D / 64; i++) {
+        const int d = 2 * lane + 64 * i;
+        float2 out = make_float2(0, 0);
+#if FRESH
+        if (fresh) {
+          out = pair(value[i]);
+          out = make_float2(out.x * weights[4], out.y * weights[4]);
+        }
+#endif
+#pragma unroll
+        for (int w = 0; w < 4; w++) {
+          float2 more = *reinterpret_cast<const float2*>(accs + (w * GROUP + row) * D + d);
+          out.x += weights[w] * more.x;
+          out.y += weights[w] * more.y;
+        }
+        out = make_float2(out.x * shrink, out.y * shrink);
+        if (share.whole)
+          *reinterpret_cast<u32*>(a.out + b * a.out_batch + asking * a.out_head + d) = narrow(out.x, out.y);
+        else
+          *reinterpret_cast<float2*>(a.part_out + place * D + d) = out;
       }
     }
+    if (again) turn_queries();
     __syncthreads();
     part = 2 * program + 1;
-  } while (share.next(a));
+    share = following;
+  } while (again);
 }

@@ -41,9 +41,9 @@ class _Arguments(ctypes.Structure):
 
 
 def _shared_bytes(head_dim: int, group: int, unit: int, stages: int) -> int:
-    """As decode.cu lays it out: rings, what is joined, barriers, valid counts, the plan."""
-    joined = 4 * group * head_dim + 9 * group + head_dim // 2 + group % 2
-    return 4 * stages * (4 * 16 * head_dim + 8 + 4 * max(16 // unit, 1)) + 4 * joined + 24
+    """As decode.cu lays it out: rings, what is joined, queries, barriers, spans, valid counts, the plan."""
+    joined = 4 * group * head_dim + 9 * group + group * head_dim // 2 + group % 2
+    return 4 * stages * (4 * 16 * head_dim + 8 + 4 * max(16 // unit, 1)) + 4 * joined + 12 * 64 + 24
 
 
 def _stages(head_dim: int, group: int, unit: int) -> int:
