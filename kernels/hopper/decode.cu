@@ -4,25 +4,25 @@
 // slots of each tile in turn, and each is a pipeline of its own: a ring of STAGES groups in shared memory that its first
 // lane has filled by the copy engine, so that nothing but the end of an item brings the warps together:
 //
-//     tile of 64 slots   | group 0 | group 1 | group 2 | group 3 |         warp w:  ring | K V | K V | K V |
+//     tile of 64 slots   | group 0 | group 1 | group 2 | group 3 |         warp w:  ring | K V | K V |
 //                          warp 0    warp 1    warp 2    warp 3
 //     K or V of a group  [16 slots][D / 64][64 numbers], as in the pool, but for the 16-byte pieces of each 128 bytes,
 //                        which are swizzled, so that eight slots' pieces lie in four banks and not in one
 //
 // A group's scores are K Q^T, [16 slots, 8 heads], and its output is V^T P^T, [D, 8 heads]: the slots are the rows of
-// what the tensor cores multiply, so that a group of up to 8 query heads costs half of what heads as rows would. P^T is
-// turned from the one layout to the other in registers (movmatrix). At the end of an item the warps' softmaxes are
-// joined, and the new token's (FRESH), which is a warp of one slot.
+// what the tensor cores multiply, which costs half of what heads as rows would. P^T is turned from the one layout to the
+// other in registers (movmatrix). At the end of an item the warps' softmaxes are joined, and with FRESH the new token's,
+// which is a part of one slot. Of an item in several blocks each leaves a part, and whoever comes last joins them, in
+// the order of the blocks, so that a step is always rounded alike; ``arrivals`` says who, and is left at 0.
 //
 // With FRESH, K and V of the other tokens were written by earlier steps: the rings are filled before the kernel before
-// has ended. Without, who knows what it writes.
+// has ended. Without, who knows what it writes. The next kernel may start when our own K and V are stored.
 //
-// Macros: D, GROUP, KV_HEADS, HEADS (of the table), U (slots of a unit), STAGES, DIRECT, WINDOW, CAPPED, SINKS, FRESH,
-// ROTARY, WIDE_ANGLES and WIDE_SINKS (they are fp32), BF16.
+// Macros: D, GROUP (at most 8), KV_HEADS, HEADS (of the table), U (slots of a unit), STAGES, DIRECT, WINDOW, CAPPED,
+// SINKS, FRESH, ROTARY, WIDE_ANGLES and WIDE_SINKS (they are fp32), BF16.
 
 #define HALVES (D / 64)
 #define STEPS (D / 16)
-#define COLUMNS ((GROUP + 7) / 8)
 #define LANES (KV_HEADS / HEADS)
 #define TILE 64
 #define ROWS (U < 16 ? U : 16)
@@ -42,6 +42,7 @@ struct Arguments {
   const void *cos, *sin, *sinks;
   u16* out;
   float *lse, *part_out, *part_lse;
+  int* arrivals;
   long long t_batch, t_head, l_batch, l_head, k_batch, k_head, v_batch, v_head, angle_row, q_batch, q_head, out_batch,
       out_head, unit_stride;
   int items, most, min_tiles, unit_rows, layer_row;
@@ -114,18 +115,17 @@ INLINE float2 pair(u32 bits) {
   return make_float2(widen(static_cast<u16>(bits & 0xffff)), widen(static_cast<u16>(bits >> 16)));
 }
 
-INLINE float2 angles(const void* of, long long at) {
 #if WIDE_ANGLES
-  return *reinterpret_cast<const float2*>(static_cast<const float*>(of) + at);
+typedef float2 Angles;
+INLINE float2 pair(float2 numbers) { return numbers; }
 #else
-  return pair(*reinterpret_cast<const u32*>(static_cast<const u16*>(of) + at));
+typedef u32 Angles;
 #endif
-}
 
 // Numbers d and d + 1 (d is even) of a row, and what they are turned by: asked for, long before it is known.
 struct Unturned {
   u32 numbers, partners;
-  float2 cosines, sines;
+  Angles cosines, sines;
 };
 
 INLINE Unturned fetch(const u16* row, const Arguments& a, int b, int d) {
@@ -134,8 +134,8 @@ INLINE Unturned fetch(const u16* row, const Arguments& a, int b, int d) {
 #if ROTARY
   if (d < ROTARY) {
     x.partners = *reinterpret_cast<const u32*>(row + (d < ROTARY / 2 ? d + ROTARY / 2 : d - ROTARY / 2));
-    x.cosines = angles(a.cos, b * a.angle_row + d);
-    x.sines = angles(a.sin, b * a.angle_row + d);
+    x.cosines = static_cast<const Angles*>(a.cos)[(b * a.angle_row + d) / 2];
+    x.sines = static_cast<const Angles*>(a.sin)[(b * a.angle_row + d) / 2];
   }
 #endif
   return x;
@@ -145,10 +145,10 @@ INLINE Unturned fetch(const u16* row, const Arguments& a, int b, int d) {
 INLINE u32 turned(const Unturned& x, int d) {
 #if ROTARY
   if (d < ROTARY) {
-    float2 numbers = pair(x.numbers), partners = pair(x.partners);
+    float2 numbers = pair(x.numbers), partners = pair(x.partners), cosines = pair(x.cosines), sines = pair(x.sines);
     float sign = d < ROTARY / 2 ? -1.0f : 1.0f;
-    return narrow(fmaf(numbers.x, x.cosines.x, partners.x * (sign * x.sines.x)),
-                  fmaf(numbers.y, x.cosines.y, partners.y * (sign * x.sines.y)));
+    return narrow(fmaf(numbers.x, cosines.x, partners.x * (sign * sines.x)),
+                  fmaf(numbers.y, cosines.y, partners.y * (sign * sines.y)));
   }
 #endif
   return x.numbers;
@@ -176,6 +176,11 @@ INLINE Span span_of(const Arguments& a, int item) {
 #endif
   span.tiles = max((span.end - span.first + TILE - 1) / TILE, 0);
   return span;
+}
+
+// The program whose share holds a tile.
+INLINE int program_of(int tile, int total, int used) {
+  return static_cast<int>((static_cast<long long>(tile + 1) * used - 1) / total);
 }
 
 INLINE int share_begin(int program, int total, int used) {
@@ -211,6 +216,88 @@ struct Walk {
     return true;
   }
 };
+
+// The softmax of a query head, out of parts: first the highest of their tops, then the parts. A warp has two of every
+// 64 numbers in each lane.
+struct Joined {
+  float highest = -INFINITE, weights = 0;
+  float2 out[D / 64];
+
+  INLINE Joined() {
+#pragma unroll
+    for (int i = 0; i < D / 64; i++) out[i] = make_float2(0, 0);
+  }
+
+  INLINE void raise(float top) { highest = fmaxf(highest, top); }
+
+  INLINE void add(float top, float total, const float2 (&numbers)[D / 64]) {
+    const float weight = exp2f(top - (highest == -INFINITE ? 0 : highest));
+    weights += weight * total;
+#pragma unroll
+    for (int i = 0; i < D / 64; i++) {
+      out[i].x += weight * numbers[i].x;
+      out[i].y += weight * numbers[i].y;
+    }
+  }
+
+  INLINE float lse() const { return weights == 0 ? -INFINITE : highest + log2f(weights); }
+  INLINE float shrink() const { return weights == 0 ? 0 : 1 / weights; }
+
+  INLINE void finish(const Arguments& a, int b, int head) const {
+    const int lane = threadIdx.x % 32;
+    float all = lse(), scale = shrink();
+#if SINKS
+    const float sink = number(a.sinks, head) * LOG2E, higher = fmaxf(all, sink);
+    const float base = higher == -INFINITE ? 0 : higher;
+    const float with_sink = base + log2f(exp2f(all - base) + exp2f(sink - base));
+    scale *= all == -INFINITE ? 0 : exp2f(all - with_sink);
+    all = with_sink;
+#endif
+#pragma unroll
+    for (int i = 0; i < D / 64; i++)
+      *reinterpret_cast<u32*>(a.out + b * a.out_batch + head * a.out_head + 2 * lane + 64 * i) =
+          narrow(out[i].x * scale, out[i].y * scale);
+    if (lane == 0) a.lse[b * (KV_HEADS * GROUP) + head] = all * LN2;
+  }
+
+  INLINE void leave(const Arguments& a, long long place) const {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < D / 64; i++)
+      *reinterpret_cast<float2*>(a.part_out + place * D + 2 * lane + 64 * i) =
+          make_float2(out[i].x * shrink(), out[i].y * shrink());
+    if (lane == 0) a.part_lse[place] = lse();
+  }
+};
+
+// Items in which there is nothing to see are nobody's share, and dealt out in turn.
+INLINE void finish_empty(const Arguments& a, int table_lane, int program, int used) {
+  for (int item = program; item < a.items; item += used)
+    if (span_of(a, item).tiles == 0)
+      for (int row = threadIdx.x / 32; row < GROUP; row += 4)
+        Joined().finish(a, item / HEADS, (item % HEADS * LANES + table_lane) * GROUP + row);
+}
+
+// Join the parts that blocks have left of one item.
+INLINE void join_parts(const Arguments& a, const Walk& share, int head, int total, int used) {
+  const int first = program_of(share.begin, total, used), last = program_of(share.begin + share.tiles - 1, total, used);
+  const bool second = share_begin(first, total, used) != share.begin;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  for (int row = warp; row < GROUP; row += 4) {
+    const int asking = head * GROUP + row;
+    auto place = [&](int p) { return (2ll * p + (p == first && second)) * (KV_HEADS * GROUP) + asking; };
+    Joined joined;
+    for (int p = first; p <= last; p++) joined.raise(__ldcg(a.part_lse + place(p)));
+    for (int p = first; p <= last; p++) {
+      float2 more[D / 64];
+#pragma unroll
+      for (int i = 0; i < D / 64; i++)
+        more[i] = __ldcg(reinterpret_cast<const float2*>(a.part_out + place(p) * D + 2 * lane + 64 * i));
+      joined.add(__ldcg(a.part_lse + place(p)), 1, more);
+    }
+    joined.finish(a, share.item / HEADS, asking);
+  }
+}
 
 extern "C" __global__ void __launch_bounds__(128, 2)
 decode(const __grid_constant__ TensorMap pool_map, const __grid_constant__ Arguments a) {
@@ -248,47 +335,45 @@ decode(const __grid_constant__ TensorMap pool_map, const __grid_constant__ Argum
   __syncthreads();
   share.stop = spans[0].tiles;
 #else
-  {
-    int each = (a.items + 127) / 128, mine = 0;
-    int from = min(static_cast<int>(threadIdx.x) * each, a.items), to = min(from + each, a.items);
-    for (int i = from; i < to; i++) mine += span_of(a, i).tiles;
-    int upto = mine;
-    for (int lanes = 1; lanes < 32; lanes *= 2) {
-      int other = __shfl_up_sync(~0u, upto, lanes);
-      if (lane >= lanes) upto += other;
-    }
-    if (lane == 31) plan[warp] = upto;
-    __syncthreads();
-    int total = 0;
-    for (int w = 0; w < 4; w++) {
-      if (w < warp) upto += plan[w];
-      total += plan[w];
-    }
-    int used = min(max(total / a.min_tiles, 1), a.most);
-    if (program >= used || total == 0) {
-      wait_for_earlier_kernels();
-      return;
-    }
-    share.now = share_begin(program, total, used);
-    share.stop = share_begin(program + 1, total, used);
-    int begin = upto - mine;
-    if (begin <= share.now && share.now < upto) {
-      int i = from;
-      for (;; i++) {
-        int tiles = span_of(a, i).tiles;
-        if (share.now < begin + tiles) break;
-        begin += tiles;
-      }
-      plan[4] = i;
-      plan[5] = begin;
-    }
-    __syncthreads();
-    share.item = share.origin = plan[4];
-    share.begin = plan[5];
-    int other = share.item + threadIdx.x;
-    if (threadIdx.x < SPANS && other < a.items) spans[threadIdx.x] = span_of(a, other);
-    __syncthreads();
+  const int each = (a.items + 127) / 128;
+  const int from = min(static_cast<int>(threadIdx.x) * each, a.items), to = min(from + each, a.items);
+  int mine = 0;
+  for (int i = from; i < to; i++) mine += span_of(a, i).tiles;
+  int upto = mine, total = 0;
+  for (int lanes = 1; lanes < 32; lanes *= 2) {
+    int other = __shfl_up_sync(~0u, upto, lanes);
+    if (lane >= lanes) upto += other;
   }
+  if (lane == 31) plan[warp] = upto;
+  __syncthreads();
+  for (int w = 0; w < 4; w++) {
+    if (w < warp) upto += plan[w];
+    total += plan[w];
+  }
+  const int used = min(max(total / a.min_tiles, 1), a.most);
+  share.now = share_begin(program, total, used);
+  share.stop = program < used ? share_begin(program + 1, total, used) : share.now;
+  if (share.now < share.stop && upto - mine <= share.now && share.now < upto) {
+    int begin = upto - mine, i = from;
+    for (;; i++) {
+      int tiles = span_of(a, i).tiles;
+      if (share.now < begin + tiles) break;
+      begin += tiles;
+    }
+    plan[4] = i;
+    plan[5] = begin;
+  }
+  __syncthreads();
+  if (share.now == share.stop) {
+    wait_for_earlier_kernels();
+    if (program < used) finish_empty(a, table_lane, program, used);
+    return;
+  }
+  share.item = share.origin = plan[4];
+  share.begin = plan[5];
+  const int other = share.item + threadIdx.x;
+  if (threadIdx.x < SPANS && other < a.items) spans[threadIdx.x] = span_of(a, other);
+  __syncthreads();
 #endif
   share.enter(a);
 
@@ -328,14 +413,12 @@ decode(const __grid_constant__ TensorMap pool_map, const __grid_constant__ Argum
     settle();
   };
   settle();
-  for (int i = 0; i < STAGES; i++) load();
-
-#if FRESH
+#if FRESH  // the kernel before may be one of these, and store the token before ours
+  while (more && filled < STAGES && !(loading.has_end && slot + 16 >= loading.last)) load();
   wait_for_earlier_kernels();
 #endif
-#if !DIRECT  // whoever comes behind combine finds stored what it loads before it waits
   let_next_kernel_start();
-#endif
+  while (more && filled < STAGES) load();
 
   // The queries of an item: asked for while the one before is attended to, turned behind it.
   Unturned coming[PAIRS];
@@ -365,37 +448,29 @@ decode(const __grid_constant__ TensorMap pool_map, const __grid_constant__ Argum
     Walk following = share;
     again = following.next(a);
 
-    u32 asked[COLUMNS][STEPS][2];  // Q^T: numbers 16 i + 2 (lane % 4) + {0, 1} (+ 8) of head lane / 4
+    u32 asked[STEPS][2];  // Q^T: numbers 16 i + 8 j + 2 (lane % 4) + {0, 1} of head lane / 4
 #pragma unroll
-    for (int c = 0; c < COLUMNS; c++)
+    for (int i = 0; i < STEPS; i++)
 #pragma unroll
-      for (int i = 0; i < STEPS; i++)
-#pragma unroll
-        for (int j = 0; j < 2; j++) {
-          int row = 8 * c + lane / 4;
-          asked[c][i][j] = row < GROUP ? queries[row * (D / 2) + 8 * i + 4 * j + lane % 4] : 0;
-        }
+      for (int j = 0; j < 2; j++)
+        asked[i][j] = lane / 4 < GROUP ? queries[lane / 4 * (D / 2) + 8 * i + 4 * j + lane % 4] : 0;
 
     if (again) fetch_queries(following);
 #if FRESH
     Unturned key[D / 64];
-    u32 value[D / 64];
+    float2 value[D / 64];
     if (share.has_end)
 #pragma unroll
       for (int i = 0; i < D / 64; i++) {
         key[i] = fetch(a.k + b * a.k_batch + head * a.k_head, a, b, 2 * lane + 64 * i);
-        value[i] = *reinterpret_cast<const u32*>(a.v + b * a.v_batch + head * a.v_head + 2 * lane + 64 * i);
+        value[i] = pair(*reinterpret_cast<const u32*>(a.v + b * a.v_batch + head * a.v_head + 2 * lane + 64 * i));
       }
 #endif
 
-    float top[COLUMNS][2], total[COLUMNS][2], acc[COLUMNS][STEPS][4];
+    // Of heads 2 (lane % 4) + {0, 1}; weights are this lane's slots' only, until they are summed over lanes.
+    float top[2] = {-INFINITE, -INFINITE}, weights[2] = {0, 0}, acc[STEPS][4];
 #pragma unroll
-    for (int c = 0; c < COLUMNS; c++) {
-      top[c][0] = top[c][1] = -INFINITE;
-      total[c][0] = total[c][1] = 0;
-#pragma unroll
-      for (int i = 0; i < STEPS; i++) acc[c][i][0] = acc[c][i][1] = acc[c][i][2] = acc[c][i][3] = 0;
-    }
+    for (int i = 0; i < STEPS; i++) acc[i][0] = acc[i][1] = acc[i][2] = acc[i][3] = 0;
 
     for (int start = share.first + 16 * warp; start < share.last; start += TILE, taken++) {
       const int stage = taken % STAGES;
@@ -417,18 +492,11 @@ decode(const __grid_constant__ TensorMap pool_map, const __grid_constant__ Argum
         load_turned_matrices(v[i], keys + GROUP_BYTES + line * 128 + ((piece ^ line % 8) << 4));
       }
 
-      float scores[COLUMNS][4];
+      float scores[4] = {0, 0, 0, 0}, odd[4] = {0, 0, 0, 0};  // slots lane / 4 and lane / 4 + 8 of two heads each
 #pragma unroll
-      for (int c = 0; c < COLUMNS; c++) {
-        float odd[4] = {0, 0, 0, 0};
-        scores[c][0] = scores[c][1] = scores[c][2] = scores[c][3] = 0;
-#pragma unroll
-        for (int i = 0; i < STEPS; i += 2) {
-          multiply(scores[c], k[i], asked[c][i][0], asked[c][i][1]);
-          multiply(odd, k[i + 1], asked[c][i + 1][0], asked[c][i + 1][1]);
-        }
-#pragma unroll
-        for (int i = 0; i < 4; i++) scores[c][i] += odd[i];
+      for (int i = 0; i < STEPS; i += 2) {
+        multiply(scores, k[i], asked[i][0], asked[i][1]);
+        multiply(odd, k[i + 1], asked[i + 1][0], asked[i + 1][1]);
       }
 
       const int pair0 = lane % 4 * 2, pair1 = pair0 + 8;  // a slot that holds no token may hold NaN
@@ -450,29 +518,25 @@ decode(const __grid_constant__ TensorMap pool_map, const __grid_constant__ Argum
       seen1 = seen1 && position - (start + slot1) < WINDOW;
 #endif
 #pragma unroll
-      for (int c = 0; c < COLUMNS; c++) {
+      for (int j = 0; j < 2; j++) {
+        float low = seen0 ? scaled(scores[j] + odd[j], a.scale, a.cap) : -INFINITE;
+        float high = seen1 ? scaled(scores[2 + j] + odd[2 + j], a.scale, a.cap) : -INFINITE;
+        float new_top = fmaxf(top[j], greatest_of_slots(fmaxf(low, high)));
+        float pivot = new_top == -INFINITE ? 0 : new_top;
+        float decay = exp2f(top[j] - pivot);
+        scores[j] = exp2f(low - pivot);
+        scores[2 + j] = exp2f(high - pivot);
+        weights[j] = weights[j] * decay + scores[j] + scores[2 + j];
+        top[j] = new_top;
 #pragma unroll
-        for (int j = 0; j < 2; j++) {
-          float low = seen0 ? scaled(scores[c][j], a.scale, a.cap) : -INFINITE;
-          float high = seen1 ? scaled(scores[c][2 + j], a.scale, a.cap) : -INFINITE;
-          float new_top = fmaxf(top[c][j], greatest_of_slots(fmaxf(low, high)));
-          float pivot = new_top == -INFINITE ? 0 : new_top;
-          float decay = exp2f(top[c][j] - pivot);
-          scores[c][j] = exp2f(low - pivot);
-          scores[c][2 + j] = exp2f(high - pivot);
-          total[c][j] = total[c][j] * decay + scores[c][j] + scores[c][2 + j];
-          top[c][j] = new_top;
-#pragma unroll
-          for (int i = 0; i < STEPS; i++) {
-            acc[c][i][j] *= decay;
-            acc[c][i][2 + j] *= decay;
-          }
+        for (int i = 0; i < STEPS; i++) {
+          acc[i][j] *= decay;
+          acc[i][2 + j] *= decay;
         }
-        const u32 probs0 = turned_matrix(narrow(scores[c][0], scores[c][1]));
-        const u32 probs1 = turned_matrix(narrow(scores[c][2], scores[c][3]));
-#pragma unroll
-        for (int i = 0; i < STEPS; i++) multiply(acc[c][i], v[i], probs0, probs1);
       }
+      const u32 probs0 = turned_matrix(narrow(scores[0], scores[1])), probs1 = turned_matrix(narrow(scores[2], scores[3]));
+#pragma unroll
+      for (int i = 0; i < STEPS; i++) multiply(acc[i], v[i], probs0, probs1);
     }
 
 #if FRESH
@@ -486,7 +550,7 @@ decode(const __grid_constant__ TensorMap pool_map, const __grid_constant__ Argum
         numbers[i] = pair(bits);
         if (warp == 0) {
           *reinterpret_cast<u32*>(to + 2 * lane + 64 * i) = bits;
-          *reinterpret_cast<u32*>(to + KV_HEADS * U * D + 2 * lane + 64 * i) = value[i];
+          *reinterpret_cast<u32*>(to + KV_HEADS * U * D + 2 * lane + 64 * i) = narrow(value[i].x, value[i].y);
         }
       }
       for (int row = warp; row < GROUP; row += 4) {
@@ -502,82 +566,67 @@ decode(const __grid_constant__ TensorMap pool_map, const __grid_constant__ Argum
     }
 #endif
 
-    // Join the warps.
+    // Join the warps: each leaves what it has, and then takes a query head.
 #pragma unroll
-    for (int c = 0; c < COLUMNS; c++)
-#pragma unroll
-      for (int j = 0; j < 2; j++) {
-        float all = sum_over_slots(total[c][j]);
-        int row = 8 * c + lane % 4 * 2 + j;
-        if (row < GROUP) {
-          if (lane < 4) {
-            tops[warp * GROUP + row] = top[c][j];
-            totals[warp * GROUP + row] = all;
-          }
-#pragma unroll
-          for (int i = 0; i < STEPS; i++) {
-            accs[(warp * GROUP + row) * D + 16 * i + lane / 4] = acc[c][i][j];
-            accs[(warp * GROUP + row) * D + 16 * i + 8 + lane / 4] = acc[c][i][2 + j];
-          }
+    for (int j = 0; j < 2; j++) {
+      const float all = sum_over_slots(weights[j]);
+      const int row = lane % 4 * 2 + j;
+      if (row < GROUP) {
+        if (lane < 4) {
+          tops[warp * GROUP + row] = top[j];
+          totals[warp * GROUP + row] = all;
         }
-      }
-    __syncthreads();
 #pragma unroll
-    for (int row = warp; row < GROUP; row += 4) {
-      const bool fresh = FRESH && share.has_end;
-      float highest = fresh ? tops[4 * GROUP + row] : -INFINITE;
-#pragma unroll
-      for (int w = 0; w < 4; w++) highest = fmaxf(highest, tops[w * GROUP + row]);
-      const float pivot = highest == -INFINITE ? 0 : highest;
-      float weights[5], sum = 0;
-#pragma unroll
-      for (int w = 0; w < 4; w++) {
-        weights[w] = exp2f(tops[w * GROUP + row] - pivot);
-        sum += weights[w] * totals[w * GROUP + row];
-      }
-      weights[4] = fresh ? exp2f(tops[4 * GROUP + row] - pivot) : 0;
-      sum += weights[4];
-      float lse = sum == 0 ? -INFINITE : highest + log2f(sum), shrink = sum == 0 ? 0 : 1 / sum;
-      const int asking = head * GROUP + row;
-#if SINKS
-      if (share.whole) {
-        float sink = number(a.sinks, asking) * LOG2E, higher = fmaxf(lse, sink), base = higher == -INFINITE ? 0 : higher;
-        float joined = base + log2f(exp2f(lse - base) + exp2f(sink - base));
-        shrink *= lse == -INFINITE ? 0 : exp2f(lse - joined);
-        lse = joined;
-      }
-#endif
-      const long long place = static_cast<long long>(part) * (KV_HEADS * GROUP) + asking;
-      if (lane == 0) {
-        if (share.whole) a.lse[b * (KV_HEADS * GROUP) + asking] = lse * LN2;
-        else a.part_lse[place] = lse;
-      }
-#pragma unroll
-      for (int i = 0; i < D / 64; i++) {
-        const int d = 2 * lane + 64 * i;
-        float2 out = make_float2(0, 0);
-#if FRESH
-        if (fresh) {
-          out = pair(value[i]);
-          out = make_float2(out.x * weights[4], out.y * weights[4]);
+        for (int i = 0; i < STEPS; i++) {
+          accs[(warp * GROUP + row) * D + 16 * i + lane / 4] = acc[i][j];
+          accs[(warp * GROUP + row) * D + 16 * i + 8 + lane / 4] = acc[i][2 + j];
         }
-#endif
-#pragma unroll
-        for (int w = 0; w < 4; w++) {
-          float2 more = *reinterpret_cast<const float2*>(accs + (w * GROUP + row) * D + d);
-          out.x += weights[w] * more.x;
-          out.y += weights[w] * more.y;
-        }
-        out = make_float2(out.x * shrink, out.y * shrink);
-        if (share.whole)
-          *reinterpret_cast<u32*>(a.out + b * a.out_batch + asking * a.out_head + d) = narrow(out.x, out.y);
-        else
-          *reinterpret_cast<float2*>(a.part_out + place * D + d) = out;
       }
     }
-    if (again) turn_queries();
     __syncthreads();
+    for (int row = warp; row < GROUP; row += 4) {
+      Joined joined;
+#pragma unroll
+      for (int w = 0; w < 4; w++) joined.raise(tops[w * GROUP + row]);
+#if FRESH
+      if (share.has_end) {
+        joined.raise(tops[4 * GROUP + row]);
+        joined.add(tops[4 * GROUP + row], 1, value);
+      }
+#endif
+#pragma unroll
+      for (int w = 0; w < 4; w++) {
+        float2 more[D / 64];
+#pragma unroll
+        for (int i = 0; i < D / 64; i++)
+          more[i] = *reinterpret_cast<const float2*>(accs + (w * GROUP + row) * D + 2 * lane + 64 * i);
+        joined.add(tops[w * GROUP + row], totals[w * GROUP + row], more);
+      }
+      if (share.whole) joined.finish(a, b, head * GROUP + row);
+      else joined.leave(a, static_cast<long long>(part) * (KV_HEADS * GROUP) + head * GROUP + row);
+    }
+    if (again) turn_queries();
+    if (!share.whole) __threadfence();
+    __syncthreads();
+#if !DIRECT
+    if (!share.whole) {
+      int* arrived = a.arrivals + share.item * LANES + table_lane;
+      if (threadIdx.x == 0) {
+        int parts = program_of(share.begin + share.tiles - 1, total, used) - program_of(share.begin, total, used) + 1;
+        plan[0] = atomicAdd(arrived, 1) == parts - 1;
+      }
+      __syncthreads();
+      if (plan[0]) {
+        __threadfence();
+        join_parts(a, share, head, total, used);
+        if (threadIdx.x == 0) *arrived = 0;
+      }
+    }
+#endif
     part = 2 * program + 1;
     share = following;
   } while (again);
+#if !DIRECT
+  finish_empty(a, table_lane, program, used);
+#endif
 }

@@ -9,16 +9,15 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from octavo.kernels.hopper.compiler import SHARED_BYTES, Kernel, compiled, tensor_map, usable
+from octavo.kernels.hopper.compiler import Kernel, compiled, tensor_map, usable
 
 TILE = 64
 """Slots of a tile of the plan, 16 for each warp."""
 
 THREADS = 128
-BLOCKS = 2
-"""A multiprocessor runs at a time: one waits while the other one joins its warps."""
-
-MOST_STAGES = 4
+STAGES = 2
+"""Groups of 16 slots in a warp's ring: with 64 KB asked for by each of a multiprocessor's two blocks, the memory has all
+that it can do; three are a little slower (docs/results.md)."""
 
 
 class _Arguments(ctypes.Structure):
@@ -26,7 +25,7 @@ class _Arguments(ctypes.Structure):
 
     _POINTERS = (
         "q", "k", "v", "pool", "table", "lengths", "q_pos", "slots", "cos", "sin", "sinks", "out", "lse", "part_out",
-        "part_lse",
+        "part_lse", "arrivals",
     )  # fmt: skip
     _STRIDES = (
         "t_batch", "t_head", "l_batch", "l_head", "k_batch", "k_head", "v_batch", "v_head", "angle_row", "q_batch",
@@ -42,15 +41,8 @@ class _Arguments(ctypes.Structure):
 
 def _shared_bytes(head_dim: int, group: int, unit: int, stages: int) -> int:
     """As decode.cu lays it out: rings, what is joined, queries, barriers, spans, valid counts, the plan."""
-    joined = 4 * group * head_dim + 9 * group + group * head_dim // 2 + group % 2
+    joined = group * (4 * head_dim + 9 + head_dim // 2) + group % 2
     return 4 * stages * (4 * 16 * head_dim + 8 + 4 * max(16 // unit, 1)) + 4 * joined + 12 * 64 + 24
-
-
-def _stages(head_dim: int, group: int, unit: int) -> int:
-    """Groups in a warp's ring, so that BLOCKS blocks find room; less than two are none."""
-    room = SHARED_BYTES // BLOCKS - 1024
-    fitting = [n for n in range(MOST_STAGES + 1) if _shared_bytes(head_dim, group, unit, n) <= room]
-    return max(fitting, default=0)
 
 
 def serves(q: Tensor, k: Tensor, v: Tensor, pool: Tensor, cos: Tensor | None, sinks: Tensor | None) -> bool:
@@ -64,9 +56,8 @@ def serves(q: Tensor, k: Tensor, v: Tensor, pool: Tensor, cos: Tensor | None, si
         and (cos is None or (cos.shape[1] % 4 == 0 and cos.dtype in (torch.float32, pool.dtype) and _in_pairs(cos)))
         and (sinks is None or sinks.dtype in (torch.float32, pool.dtype))
         and head_dim in (64, 128)
-        and group <= 16
+        and group <= 8
         and unit in (8, 16, 32, 64)
-        and _stages(head_dim, group, unit) >= 2
         and pool.numel() // head_dim < 1 << 31
     )
 
@@ -110,7 +101,7 @@ def attend(
     TILE, and where outputs and parts go."""
     batch, q_heads, head_dim = q.shape
     units, _, _, kv_heads, unit, _ = pool.shape
-    heads, group, stages = lengths.shape[2], q_heads // kv_heads, _stages(head_dim, q_heads // kv_heads, unit)
+    heads, group = lengths.shape[2], q_heads // kv_heads
     items, unit_rows = batch * heads, pool.stride(0) // head_dim
     constants = {
         "D": head_dim,
@@ -118,7 +109,7 @@ def attend(
         "KV_HEADS": kv_heads,
         "HEADS": heads,
         "U": unit,
-        "STAGES": stages,
+        "STAGES": STAGES,
         "DIRECT": most == 0,
         "WINDOW": window,
         "CAPPED": cap != 0,
@@ -129,7 +120,7 @@ def attend(
         "WIDE_ANGLES": cos is not None and cos.dtype == torch.float32,
         "BF16": pool.dtype == torch.bfloat16,
     }
-    kernel = _kernel(q.device.index, _shared_bytes(head_dim, group, unit, stages), tuple(constants.items()))
+    kernel = _kernel(q.device.index, _shared_bytes(head_dim, group, unit, STAGES), tuple(constants.items()))
     runs = tensor_map(
         pool,
         (64, head_dim // 64, units * unit_rows),
@@ -139,6 +130,7 @@ def attend(
     of_layer = {"table": _of(table, layer), "lengths": _of(lengths, layer)}
     tensors = {"q": q, "k": k, "v": v, "pool": pool, **of_layer, "q_pos": q_pos, "slots": slots, "cos": cos, "sin": sin}
     tensors |= {"sinks": sinks, "out": out, "lse": lse, "part_out": part_out, "part_lse": part_lse}
+    tensors["arrivals"] = _arrivals(pool.data_ptr(), q.device, items * (kv_heads // heads))
     arguments = _Arguments(
         **{name: 0 if tensor is None else tensor.data_ptr() for name, tensor in tensors.items()},
         t_batch=_stride(table, 1),
@@ -164,6 +156,13 @@ def attend(
         cap=cap,
     )
     kernel.launch((kv_heads // heads, most or items), (runs, arguments))
+
+
+@cache
+def _arrivals(pool: int, device: torch.device, count: int) -> Tensor:
+    """Zeros that a launch counts in and leaves as it has found them. One a pool, whose launches follow on one another;
+    never given back, as captured graphs hold on to it."""
+    return torch.zeros(count, dtype=torch.int32, device=device)
 
 
 def _of(x: Tensor, layer: int) -> Tensor:

@@ -225,7 +225,6 @@ def _combine_kernel(
 
         if OVERLAP:
             tl.extra.cuda.gdc_wait()
-            tl.extra.cuda.gdc_launch_dependents()
         top, total_exp, acc = join_parts(
             part_out, part_lse, first_place, first_program, parts, head, Q_HEADS, D, BLOCK_D, BLOCK_S
         )
@@ -248,7 +247,6 @@ def _combine_kernel(
         tl.store(lse + b * Q_HEADS + head, row_lse * LN2)
     if OVERLAP:  # whoever had nothing to join, too, or this kernel could end before the one that writes the parts
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
 
 
 def combine_parts(

@@ -400,8 +400,6 @@ def decode_after(
             *((None,) * 5 if fresh is None else (fresh.k, fresh.v, fresh.slots, fresh.cos, fresh.sin)),
             most, min_tiles, out, lse, part_out, part_lse,
         )  # fmt: skip
-        if most:
-            combine_parts(run, part_out, part_lse, lengths, q_pos, sinks, out, lse, layer, most, min_tiles, plan)
         return out, lse if want_lse else lse.new_empty(0), fp32(0)
     _decode_kernel[kv_heads // heads, most or items](
         q,
