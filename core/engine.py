@@ -11,7 +11,9 @@ from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from octavo.core import interrupts, sizing
@@ -20,13 +22,15 @@ from octavo.core.config import EngineConfig, SamplingParams
 from octavo.core.encoding.encoded_items import EncodedItems
 from octavo.core.encoding.items import image_encoder, with_image_pages
 from octavo.core.encoding.reusing import compare_images, validate_reuse
-from octavo.core.execution.drafts import take_drawn
+from octavo.core.execution.decode_batch import DecodeBatch
+from octavo.core.execution.drafts import UNREAD, take_drawn
 from octavo.core.execution.flight import Flight, Row
 from octavo.core.execution.forking import fork_samples
+from octavo.core.execution.looking_ahead import plan_ahead
 from octavo.core.execution.publisher import Publisher
 from octavo.core.execution.sampler import Draw, record_known, sample
 from octavo.core.execution.step_runner import StepRunner
-from octavo.core.execution.verification import Verification, take_verified
+from octavo.core.execution.verification import take_verified
 from octavo.core.hf_model import HFModel, load
 from octavo.core.inspection import capacity_report
 from octavo.core.inspection.counters import engine_stats
@@ -242,8 +246,8 @@ class Engine:
         """One forward pass for whoever is next, and the news it brings.
 
         If it raises, no news is lost and every request goes on with the next step. Ctrl-C ends a forward pass at once,
-        and waits for the end of everything else. Where decode steps are replayed (``execution``), their tokens come
-        with the step after.
+        and waits for the end of everything else. Where decode steps are replayed (``execution``), their tokens, and
+        those of steps with prompts in them, come with the step after.
         """
         self._step()
         self._pool.raise_policy_failure()
@@ -257,7 +261,7 @@ class Engine:
             raise RuntimeError("another thread is in this engine's step(); an engine belongs to one thread at a time")
         try:
             self._productions.deliver()
-            ahead = self._plan_ahead()
+            ahead = plan_ahead(self)
             if ahead is not None:
                 self._look_ahead(ahead)
             else:
@@ -296,44 +300,26 @@ class Engine:
             raise RuntimeError(f"no progress is possible: {capacity_report.queues(self)}")
         compare_images(self, plan.compared)
 
-    def _plan_ahead(self) -> StepPlan | None:
-        """The next step's plan, if it is sure before the tokens of the last one are read: all that decoded in it and
-        whose bounds allow one more token decode again, or verify their drafts, and nobody else has anything to do.
-        Where the last one has verified drafts, they are read first, and the next round is as sure."""
-        verification = None
-        self._flight = flight = None if self._flight is None else self._flight.alive()
-        if flight is None or (self.recorder is not None and self.recorder.reads_tokens):
-            return None
-        if flight.verification is not None:  # where all go on depends on it
-            self._flight = None
-            batch = take_verified(self, flight)
-            running = 0 if batch is None else len(batch)
-        else:
-            verification = Verification.behind(flight.batch, self.config.step_tokens)
-            batch = flight.batch.following() if verification is None else verification.batch
-            running = len(flight.batch)
-        if batch is None or not self._runner.carries(batch):
-            return None
-        return self._scheduler.decode(batch, running, verification)
-
     def _look_ahead(self, plan: StepPlan) -> None:
-        """Let the device begin the next step, and only then read the tokens of the last one.
+        """Let the device begin a step, and only then read the tokens of the last one, if that is still under way.
 
-        Who turns out to have ended with its token has been computed once too often; nobody sees what came of it.
+        What the step fills becomes findable after that, when all of its tokens are known: whoever finds it is computed
+        behind it. Who turns out to have ended with its token of the last step has been computed once too often; nobody
+        sees what came of it.
         """
         before = self._flight
-        self._runner.copies.queue(plan.copies)
-        self._launch(plan)
-        if before is not None:
-            self._land(before)
+        with capacity_report.noted(plan, self):
+            self._flight = self._runner.launch(plan, self._scheduler, idle=before is None)
+        self._steps += 1
+        plan.settle()
+        try:
+            if before is not None:
+                self._land(before)
+        finally:  # pages that a window passes are let go of with the next step, findable or not
+            if plan.batch is None:
+                self._publisher.publish(c.sequence for c in plan.chunks if c.sequence.finish_reason is None)
         if plan.verification is not None:
             plan.verification.foresee()  # while the device computes it
-
-    def _launch(self, plan: StepPlan) -> None:
-        assert plan.batch is not None
-        self._flight = self._runner.launch(plan, self._scheduler)
-        self._steps += 1
-        (plan.verification or plan.batch).settle()
 
     def _land_pending(self) -> None:
         """Let nothing be under way."""
@@ -343,18 +329,32 @@ class Engine:
 
     def _land(self, flight: Flight) -> None:
         """Read the tokens of a flight of living sequences and make news of them."""
-        if flight.verification is not None:
-            take_verified(self, flight)
-            return
+        try:
+            if flight.verification is not None:
+                take_verified(self, flight)
+            else:
+                self._take_tokens(flight)
+        except BaseException:
+            self._start_over()
+            raise
+
+    def _take_tokens(self, flight: Flight) -> None:
         batch, tokens = flight.batch, self._runner.land(flight)
+        if flight.begun:
+            self.costs.observe(flight.chunks, time.perf_counter() - flight.begun)
         batch.take(tokens)
         if batch.drafts:  # which are no news
             exact = ~batch.drafting
             if not exact.any():
                 return
             batch, tokens = batch.only(exact), tokens[exact]
-        if full := [sequence for sequence in batch.sequences if sequence.computed >= sequence.full_at]:
-            self._publisher.publish(full)
+        try:
+            if full := [sequence for sequence in batch.sequences if sequence.computed >= sequence.full_at]:
+                self._publisher.publish(full)
+        finally:  # whoever has its token hears of it
+            self._make_news(batch, tokens)
+
+    def _make_news(self, batch: DecodeBatch, tokens: NDArray[np.int64]) -> None:
         looks = batch.needs_look(tokens).tolist()
         for sequence, token, look in zip(batch.sequences, tokens.tolist(), looks, strict=True):
             if look:
@@ -371,18 +371,12 @@ class Engine:
             plan.leave_out(sequence)
         if not plan.chunks:
             return
-        replayed = self._runner.batch_of(plan.chunks)
-        if replayed is not None:
-            plan.verification = replayed if isinstance(replayed, Verification) else None
-            plan.batch = replayed.batch if isinstance(replayed, Verification) else replayed
-            self._launch(plan)
+        if self._runner.launches(plan):
+            self._look_ahead(plan)
             return
         began = time.perf_counter()
-        try:
+        with capacity_report.noted(plan, self):
             logits, rows = self._runner.run(plan, self._scheduler)
-        except torch.OutOfMemoryError as error:
-            error.add_note(capacity_report.step_memory(plan.tokens, len(plan.chunks), self))
-            raise
         self._steps += 1
         try:
             for chunk in plan.chunks:
@@ -399,9 +393,17 @@ class Engine:
             self._read_logits(logits, rows)
             self.costs.observe(((chunk.count, chunk.start) for chunk in plan.chunks), time.perf_counter() - began)
         except BaseException:
-            for sequence in [s for s in self._scheduler.running if s.computed >= s.goal or s.is_due]:
-                self._scheduler.preempt(sequence)  # its logits, or queries, are lost: it computes its last tokens again
+            self._start_over()
             raise
+
+    def _start_over(self) -> None:
+        """Preempt those whose logits, queries or unread tokens are lost: they compute their last tokens again."""
+        self._flight = None
+        self._runner.forget()
+        for sequence in self._scheduler.running.copy():
+            drawn = sequence.computed + sequence.unread >= sequence.goal or UNREAD in sequence.drafts.tokens
+            if drawn or sequence.is_due:
+                self._scheduler.preempt(sequence)
 
     def finish(self, request_ids: list[str]) -> dict[str, Completion]:
         """Step until these requests have ended; news of others is kept for later calls of ``step``.

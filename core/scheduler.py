@@ -67,7 +67,7 @@ class Scheduler:
         self.running_peak = 0
         self.recorder: TraceRecorder | None = None
 
-    def schedule(self) -> StepPlan:
+    def schedule(self, sparing: bool = False) -> StepPlan:
         """Plan the next step.
 
         There are no phases. Each sequence has ``computed`` tokens chasing ``goal`` tokens, and a step moves some of
@@ -103,13 +103,17 @@ class Scheduler:
 
         The running sequence of most worth always gets its pages, so every step makes progress. One that is alone and
         does not fit is ``stranded``, and the engine ends it.
+
+        A ``sparing`` plan is made while tokens are under way that may end some sequences and free their pages. It takes
+        none from others. As soon as it would have to it is ``short``, and only good for its copies: what has its pages
+        then, or is admitted, keeps them for the plan that is made once these tokens are read.
         """
         self._step += 1
         self._pool.book.clock = self._step
         self._items.begin()
         if self.recorder is not None:
             self.recorder.stepping(self._step, self._pool.evictions)
-        plan = StepPlan()
+        plan = StepPlan(sparing=sparing)
         self._end_sources()
         waiting = set(self.waiting)
         admitting = True
@@ -123,7 +127,7 @@ class Scheduler:
         queue = sorted([*self.running, *self.waiting], key=turn)
         for at, sequence in enumerate(queue):  # it may grow behind ``at``
             left = self._config.step_tokens - plan.tokens
-            if left <= 0 and not self._items.ahead:
+            if plan.short or (left <= 0 and not self._items.ahead):
                 break
             if sequence.compares and sequence not in waiting:
                 plan.compared.append(sequence)
@@ -319,6 +323,9 @@ class Scheduler:
         """Place the next ``count`` tokens of a running sequence, making room for them if need be."""
         sequence.drop_unseen()
         self._pool.prepare(sequence.units_for(count))
+        if plan.sparing and sequence.units_for(count) > self._pool.available:
+            plan.short = True
+            return
         if (sequence.drafting or sequence.drafts.tokens) and sequence.units_for(count) > self._pool.available:
             sequence.drafts.cut(0)
             count = 1
@@ -373,9 +380,14 @@ class Scheduler:
         self._pool.prepare(fresh)
         if not self._could_fit(fresh, match, len(victims)):  # what was hoped for could not be had
             return False
+        found = match.device_pages
+        if plan.sparing and (
+            len(self.running) >= self._config.max_seqs or fresh + self._pool.idle_among(found) > self._pool.available
+        ):
+            plan.short = True
+            return False
         while len(self.running) >= self._config.max_seqs:
             self._preempt(victims.pop(), plan)
-        found = match.device_pages
         while fresh + self._pool.idle_among(found) > self._pool.available:
             if self.parked:
                 self._reclaim()
@@ -452,7 +464,7 @@ class Scheduler:
         for start, end in sequence.pieces(count):
             plan.add(Chunk(sequence, start, end - start, draft))
         if self.recorder is not None and not draft:
-            self.recorder.placed(sequence, min(sequence.frontier + count, len(sequence.tokens)))
+            self.recorder.placed(sequence, min(sequence.frontier + count, sequence.goal))
         sequence.served_at = self._step
 
     def _take_pages(self, sequence: Sequence, count: int, plan: StepPlan) -> None:

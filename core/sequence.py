@@ -15,7 +15,7 @@ from octavo.core.compression.observation import Observation, observed_tokens
 from octavo.core.encoding.item import ItemSpan
 from octavo.core.encoding.pieces import pieces, reach, reused
 from octavo.core.encoding.sources import source_request
-from octavo.core.execution.drafts import Drafts
+from octavo.core.execution.drafts import UNREAD, Drafts
 from octavo.core.hosting.shelf import Shelf
 from octavo.core.interfaces import PrefillPattern
 from octavo.core.memory.block_table import BlockTable
@@ -66,6 +66,8 @@ class Sequence:
     token is drawn. ``tables`` are its block tables, one for each group of layers; all have the same number of pages.
     ``nodes`` are the prefix-cache nodes of its first pages, as far as they are full. ``shelf`` is what it has in the
     host tier, if its method reads pages from there; ``away`` counts those pages, which are holes of its first table.
+    While ``unread`` is 1 there is one more behind its last token: the device draws it, the next step is planned for it,
+    and nobody has read it.
     Tokens before ``writable`` have their place in pages that nobody else holds, so far as they are not computed. With
     ``full_at`` computed tokens the first page is full that has no node yet; 0 is not worked out.
 
@@ -92,7 +94,7 @@ class Sequence:
         self._pool, self._plan = pool, plan
         self._groups = plan.groups
         self.computed = 0
-        self.writable = self.full_at = 0
+        self.writable = self.full_at = self.unread = 0
         self.served_at = -1
         self.shelf: Shelf | None = None
         self.sparse_spans: list[SparseSpan] = []
@@ -185,7 +187,7 @@ class Sequence:
     @property
     def goal(self) -> int:
         """Tokens to compute: all of them, but for the last one when its successor is not wanted."""
-        return len(self.tokens) - 1 if self.forced else len(self.tokens)
+        return len(self.tokens) - 1 if self.forced else len(self.tokens) + self.unread
 
     @property
     def drafting(self) -> bool:
@@ -220,9 +222,9 @@ class Sequence:
         return self.detokenizer is not None or bool(self.request.markers)
 
     def token_ids(self, start: int, stop: int) -> list[int]:
-        """Tokens ``start`` to ``stop`` (exclusive), drafts included."""
-        known = len(self.tokens)
-        return self.tokens[start:stop] + self.drafts.tokens[max(0, start - known) : max(0, stop - known)]
+        """Tokens ``start`` to ``stop`` (exclusive), drafts included; ``UNREAD`` where that is one."""
+        known, behind = len(self.tokens), [UNREAD] * self.unread + self.drafts.tokens
+        return self.tokens[start:stop] + behind[max(0, start - known) : max(0, stop - known)]
 
     def result(self) -> Sample:
         """What the user gets of it when it has ended."""
@@ -334,12 +336,26 @@ class Sequence:
         request = self.request
         return (
             (request.drafts_on_device if self.drafting else request.draws_on_device)
-            and not request.unforked
+            and self._draws_alone
+            and self.computed + 1 == len(self.tokens) + self.unread
+            and (request.method is None or self.sparse_span(self.computed) is not None)
+        )
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether any of its tokens are computed, and the next one drawn, without the host: densely, and no drafts."""
+        request = self.request
+        return request.method is None and request.drafting is None and request.draws_on_device and self._draws_alone
+
+    @property
+    def _draws_alone(self) -> bool:
+        """Whether nothing else waits for the logits of its next token, or changes them."""
+        request = self.request
+        return (
+            not request.unforked
             and not self.forced
             and request.compressor is None
             and self.generated >= request.params.min_tokens
-            and self.computed + 1 == len(self.tokens)
-            and (request.method is None or self.sparse_span(self.computed) is not None)
         )
 
     @property
@@ -523,6 +539,6 @@ class Sequence:
         if self.frames is not None:
             self.frames.table.release()
         self.kept = self.observation = self.shelf = self.frames = None
-        self.computed = self.compressed = self.writable = self.full_at = 0
+        self.computed = self.compressed = self.writable = self.full_at = self.unread = 0
         self.nodes = SharedList()
         self.drafts.begin()

@@ -34,13 +34,14 @@ class Chunk:
     @property
     def verifies(self) -> bool:
         """Whether its last tokens are drafts, to be verified."""
-        return not self.draft and self.end > len(self.sequence.tokens)
+        return not self.draft and self.end > len(self.sequence.tokens) + self.sequence.unread
 
     def settle(self) -> None:
         """It is computed: its KV stands as far as its tokens are known."""
         if self.draft:
             return
-        counts, drafts = self.sequence.drafts.counts, max(0, self.end - len(self.sequence.tokens))
+        known = len(self.sequence.tokens) + self.sequence.unread
+        counts, drafts = self.sequence.drafts.counts, max(0, self.end - known)
         counts.verifications += drafts > 0
         counts.drafted += drafts
         self.sequence.computed = self.end - drafts
@@ -70,7 +71,7 @@ class StepPlan:
     ``batch`` says the same as ``chunks``, which may be missing then, where every one is a token that the device decodes
     by replay; or where it is the last of some that are verified. ``ahead``: it was planned without looking around, so
     that only the tables of the ``changed`` sequences have changed since the last step, and those that ``growth`` tells
-    of."""
+    of. Where it is ``sparing``, nobody gives pages up for it; it is ``short`` where somebody would have to."""
 
     chunks: list[Chunk] = field(default_factory=list)
     copies: list[Units] = field(default_factory=list)
@@ -80,6 +81,8 @@ class StepPlan:
     batch: DecodeBatch | None = None
     verification: Verification | None = None
     ahead: bool = False
+    sparing: bool = False
+    short: bool = False
     changed: list[Sequence] = field(default_factory=list)
     growth: Growth | None = None
     tokens: int = 0
@@ -87,6 +90,14 @@ class StepPlan:
     def add(self, chunk: Chunk) -> None:
         self.chunks.append(chunk)
         self.tokens += chunk.count
+
+    def settle(self) -> None:
+        """The step is under way: its KV stands for all who come after it in the device's order."""
+        if self.batch is not None:
+            (self.verification or self.batch).settle()
+            return
+        for chunk in self.chunks:
+            chunk.settle()
 
     def leave_out(self, sequence: Sequence) -> None:
         """Compute nothing of a sequence."""

@@ -22,17 +22,17 @@ def fill(engine: Engine, seed: int) -> None:
 @contextmanager
 def prefill(engine: Engine) -> Iterator[None]:
     """Within the block, forward passes compute nothing: prompts get their pages, whatever these hold, and some first
-    token. No step is replayed."""
+    token. No step is replayed, or read later than it is launched."""
     model, runner, vocabulary = engine._model, engine._runner, engine.spec.vocab_size
 
     def nothing(ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor, *_: Any) -> torch.Tensor:
         return torch.zeros((len(wanted), vocabulary), device=ids.device)
 
     model.forward = nothing  # type: ignore[method-assign, assignment]
-    runner.batch_of = lambda chunks: None  # type: ignore[method-assign]
+    runner.launches = lambda plan: False  # type: ignore[method-assign]
     pieces, runner._pieces = runner._pieces, None  # of a pass that computes nothing, none is to be captured
     try:
         yield
     finally:
         runner._pieces = pieces
-        del model.forward, runner.batch_of  # the methods of their classes again
+        del model.forward, runner.launches  # the methods of their classes again

@@ -182,6 +182,7 @@ class DecodeBatch:
         if not self.drafts:
             for sequence, token in zip(self.sequences, tokens.tolist(), strict=True):
                 sequence.tokens.append(token)
+                sequence.unread = 0
             return
         for sequence, token, draft in zip(self.sequences, tokens.tolist(), self.drafting.tolist(), strict=True):
             if draft:

@@ -12,9 +12,11 @@ from torch import Tensor
 from octavo.core.execution.decode_batch import DecodeBatch
 from octavo.core.sequence import Sequence
 from octavo.core.uploads import upload
+from octavo.kernels import ops
 
 FLOATS = ("temperature", "top_p", "min_p")
 INTS = ("tokens", "seeds", "draws", "method_seeds", "lengths", "top_k")
+FILTERS = ("temperature", "top_k", "top_p", "min_p", "seeds", "draws")
 UNKNOWN = -1
 
 
@@ -27,8 +29,8 @@ class DecodeState:
         temperature, top_p, min_p fp32, top_k int32, seeds, draws int64 [R]: as ``ops.sample`` takes them
         method_seeds int64 [R]  what a sparse method that draws draws from
 
-    A decode step reads them and moves ``lengths``, ``tokens`` and ``draws`` on. The host writes a row when its sequence
-    comes in, or has been computed by other means since.
+    A decode step reads them and moves ``lengths``, ``tokens`` and ``draws`` on; a step with prompts in it has that done
+    behind it (``draw``). The host writes a row when its sequence comes in, or has been computed by other means since.
     """
 
     def __init__(self, rows: int, vocabulary: int, device: torch.device) -> None:
@@ -139,8 +141,21 @@ class DecodeState:
 
     def filters(self, rows: int) -> tuple[Tensor, ...]:
         """Temperature, top-k, top-p, min-p, seeds and draws of the first rows, as ``ops.sample`` takes them."""
-        names = ("temperature", "top_k", "top_p", "min_p", "seeds", "draws")
-        return tuple(self.fields[name][:rows] for name in names)
+        return tuple(self.fields[name][:rows] for name in FILTERS)
+
+    def last_tokens(self, rows: NDArray[np.int64]) -> Tensor:
+        """The last tokens int64 [n] of some rows int64 [n], which the host need not know."""
+        return self.fields["tokens"][upload(rows, self._device)]
+
+    def draw(self, logits: Tensor, rows: NDArray[np.int64], backend: str) -> Tensor:
+        """Draw the next tokens of ``rows`` int64 [n], which have been brought in, from fp32 logits [n, V] that another
+        pass has computed, and move these rows on as a decode step does. Gives the last tokens of all rows, int64 [R];
+        they are written over by the next step."""
+        places = upload(rows, self._device)
+        drawn = ops.sample(logits, *(self.fields[name][places] for name in FILTERS), backend)
+        ops.scatter_tokens(places.int(), drawn, self.fields["tokens"], self.fields["lengths"], backend)
+        self.fields["draws"][places] += 1
+        return self.fields["tokens"]
 
 
 def method_seed(sequence: Sequence, position: int) -> int:

@@ -24,17 +24,37 @@ class Row:
 @dataclass(frozen=True)
 class Flight:
     """A step that the device has been given and whose tokens nobody has read: the news of member i of the batch (as
-    ``DecodeProgram`` gives them) are in column ``rows[i]``. In a ``verification`` a member has a token a place."""
+    ``DecodeProgram`` gives them) are in column ``rows[i]``. In a ``verification`` a member has a token a place.
+
+    Of a step with prompts in it the members are those that draw, at their last tokens: each computes ``counts`` int64
+    [n] tokens, elsewhere one. If the device had nothing else to do, it has ``begun`` with the ``chunks`` (tokens,
+    position) at that time, in seconds."""
 
     batch: DecodeBatch
     rows: NDArray[np.int64]
     news: Download
     verification: Verification | None = None
+    counts: NDArray[np.int64] | None = None
+    chunks: tuple[tuple[int, int], ...] = ()
+    begun: float = 0.0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all that follows of its members is known but for the tokens: nobody drafts, or is under a method."""
+        batch = self.batch
+        return self.verification is None and not batch.drafts and not batch.most.any() and len(batch.methods) == 1
 
     def alive(self) -> Flight:
         """Without those that have ended since; who reads a verification leaves them out itself."""
         reasons = [sequence.finish_reason for sequence in self.batch.sequences]
         if self.verification is not None or not any(reasons):
             return self
-        standing = np.array([reason is None for reason in reasons])
-        return replace(self, batch=self.batch.only(standing), rows=self.rows[standing])
+        return self._only(np.array([reason is None for reason in reasons]))
+
+    def decoded(self) -> Flight:
+        """Without those that have computed more than one token."""
+        return self if self.counts is None else self._only(self.counts == 1)
+
+    def _only(self, which: NDArray[np.bool_]) -> Flight:
+        counts = None if self.counts is None else self.counts[which]
+        return replace(self, batch=self.batch.only(which), rows=self.rows[which], counts=counts)

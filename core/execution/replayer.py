@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -121,6 +122,21 @@ class Replayer:
             self._accounts.spared(shared.spared)
         return flight
 
+    def draw(self, lasts: list[Chunk], logits: Tensor, backend: str) -> Flight:
+        """Have the tokens behind some last tokens drawn, whose fp32 logits [n, V] another pass has computed, and come
+        back at once. They are left where a replayed step leaves its own."""
+        self._lineup = None
+        try:
+            batch = DecodeBatch.of(lasts, self._choosers.whole_tokens)
+            rows = self._tables.rows(batch.sequences)
+            self.program.state.bring_in(batch, rows)
+            with torch.inference_mode():
+                tokens = self.program.state.draw(logits, rows, backend)
+            return Flight(batch, rows, self._download(tokens[None]))
+        except BaseException:
+            self.forget()
+            raise
+
     def verify(self, verification: Verification) -> Flight:
         """The same of the drafts behind the last flight, the last of which the host does not know yet. Who decodes, and
         under which method, stays as it was for the step behind it."""
@@ -152,7 +168,7 @@ class Replayer:
         news: NDArray[np.int64] = flight.news.wait().numpy()
         if flight.verification is not None:
             return news[:, flight.rows]
-        self._accounts.flight(flight, news[1:])
+        self._accounts.flight(flight.decoded(), news[1:])
         tokens: NDArray[np.int64] = news[0, flight.rows]
         return tokens
 

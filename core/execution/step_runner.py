@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import suppress
 from dataclasses import replace
 from itertools import groupby
@@ -25,6 +26,7 @@ from octavo.core.execution.decode_program import DecodeProgram
 from octavo.core.execution.decode_state import method_seed
 from octavo.core.execution.deviations import Comparison, Enough
 from octavo.core.execution.device_tables import DeviceTables
+from octavo.core.execution.drafts import UNREAD
 from octavo.core.execution.flight import Flight, Row
 from octavo.core.execution.lent_rows import lent_rows
 from octavo.core.execution.page_copies import PageCopies
@@ -139,11 +141,17 @@ class StepRunner:
             self._program.state.pass_by()
         chunks = sorted(plan.chunks, key=self._packing)
         step, rows = self._build(chunks)
-        ids = np.concatenate([np.asarray(c.token_ids, np.int64) for c in chunks])
+        logits = self._compute(chunks, step, rows)
+        self.accounts.step(step, chunks, self.hosted)
+        return logits, rows
+
+    def _compute(self, chunks: list[Chunk], step: PagedStep, rows: list[Row]) -> Tensor:
+        """The fp32 logits of ``rows`` of packed chunks."""
         positions = np.concatenate([np.arange(c.start, c.end) for c in chunks])
         first = dict(zip(map(id, chunks), np.cumsum([0, *(c.count for c in chunks)]).tolist(), strict=False))
         wanted = np.array([first[id(r.chunk)] + r.position - r.chunk.start for r in rows], np.int64)
-        inputs = self._to_device(ids), self._to_device(positions), self._to_device(wanted), step
+        ids = self._ids(chunks)
+        inputs = ids, self._to_device(positions), self._to_device(wanted), step
         embedded = self._items.placed(chunks)
         try:
             if any(group.foresees for group in step.decodes):  # which calls layers: the pass is not replayed in pieces
@@ -156,8 +164,17 @@ class StepRunner:
         except BaseException:
             self._forget_frames(chunks)
             raise
-        self.accounts.step(step, chunks, self.hosted)
-        return logits.float(), rows
+        return logits.float()
+
+    def _ids(self, chunks: list[Chunk]) -> Tensor:
+        """The token ids of packed chunks; those that the host does not know are on the device."""
+        ids = np.concatenate([np.asarray(c.token_ids, np.int64) for c in chunks])
+        sent, unread = self._to_device(ids), [c.sequence for c in chunks if c.end > len(c.sequence.tokens)]
+        places = np.flatnonzero(ids == UNREAD)
+        if len(places):
+            assert self._program is not None
+            sent.index_copy_(0, self._to_device(places), self._program.state.last_tokens(self._tables.rows(unread)))
+        return sent
 
     def compare(self, sequence: Sequence, scheduler: Scheduler) -> None:
         """Compute a sequence's next tokens, up to its last image, as far as the layer in which KV is compared, and let
@@ -188,18 +205,27 @@ class StepRunner:
         sequence.request.layout = sequence.layout.changed(chosen)
         sequence.compares = False
 
-    def batch_of(self, chunks: list[Chunk]) -> DecodeBatch | Verification | None:
-        """What some planned chunks are together, if it can be replayed: ``launch`` it, and read its tokens later."""
-        return None if self._replayer is None else self._replayer.batch_of(chunks)
+    def launches(self, plan: StepPlan) -> bool:
+        """Whether the tokens of a plan may be read later: ``launch`` it. If all of it can be replayed, it has a batch
+        from now on."""
+        if self._replayer is None:
+            return False
+        found = self._replayer.batch_of(plan.chunks)
+        plan.verification = found if isinstance(found, Verification) else None
+        plan.batch = found.batch if isinstance(found, Verification) else found
+        return plan.batch is not None or all(chunk.sequence.is_plain for chunk in plan.chunks)
 
     def carries(self, batch: DecodeBatch) -> bool:
         """Whether the device can decode on with a batch before its last tokens are read."""
         return self._replayer is not None and self._replayer.carries(batch)
 
-    def launch(self, plan: StepPlan, scheduler: Scheduler) -> Flight:
-        """Let the device compute the batch of a plan. Preconditions as for ``run``."""
-        assert self._replayer is not None and plan.batch is not None
+    def launch(self, plan: StepPlan, scheduler: Scheduler, idle: bool) -> Flight | None:
+        """Let the device, which may be ``idle``, compute a plan that this ``launches``; None if that draws nothing.
+        Preconditions as for ``run``."""
+        assert self._replayer is not None
         try:
+            if plan.batch is None:
+                return self._launch_chunks(plan.chunks, scheduler, time.perf_counter() if idle else 0.0)
             if plan.ahead and not plan.copies and self._host is None:
                 self._tables.update(plan.changed)
                 if plan.growth is not None:
@@ -215,6 +241,22 @@ class StepRunner:
             return self._replayer.verify(plan.verification)
         return self._replayer.launch(plan.batch, scheduler.running)
 
+    def _launch_chunks(self, planned: list[Chunk], scheduler: Scheduler, begun: float) -> Flight | None:
+        """The same of chunks of plain sequences."""
+        assert self._replayer is not None
+        self._make_ready(scheduler)
+        chunks = sorted(planned, key=self._packing)
+        step, rows = self._build(chunks)
+        logits = self._compute(chunks, step, rows)
+        for group in step.decodes:
+            self.accounts.spared(group.slots_spared)
+        if not rows:
+            self._replayer.program.state.pass_by()
+            return None
+        flight = self._replayer.draw([Chunk(r.chunk.sequence, r.position, 1) for r in rows], logits, self.backend)
+        work, counts = tuple((chunk.count, chunk.start) for chunk in chunks), np.array([r.chunk.count for r in rows])
+        return replace(flight, counts=counts, chunks=work, begun=begun)
+
     def land(self, flight: Flight) -> NDArray[np.int64]:
         """The tokens of a flight, one a member of its batch, or a column of news of each, once the device has drawn
         them."""
@@ -225,6 +267,11 @@ class StepRunner:
         """Let those of a verified flight that are ``alive`` go on as a ``batch``, behind their last ``tokens``."""
         assert self._replayer is not None
         self._replayer.resume(flight, alive, batch, tokens)
+
+    def forget(self) -> None:
+        """What the device carries from step to step may be anything."""
+        if self._replayer is not None:
+            self._replayer.forget()
 
     @property
     def tables(self) -> DeviceTables:

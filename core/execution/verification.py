@@ -8,7 +8,7 @@
                | . | a | a | x |            so the tokens behind t: two drafts that are right, and what is drawn instead
                computed on ^                of the third; or one more than all drafts
 
-Where nobody waits the step is planned and launched before the last draft is read (``Engine._plan_ahead``), and the next
+Where nobody waits the step is planned and launched before the last draft is read (``looking_ahead.py``), and the next
 round begins where its news say, without another look around: what is known of a sequence is in columns
 (``DecodeBatch``), and the device keeps its row. Sequences that decode without drafts take part with one place. What one
 program cannot do is computed as any chunk is (``octavo.core.execution.drafts`` has the rule, which is the same).

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     from octavo.core.engine import Engine
     from octavo.core.memory.page_pool import PagePool
     from octavo.core.sequence import Sequence
+    from octavo.core.step_plan import StepPlan
 
 TOP_HOLDERS = 3
 
@@ -87,7 +90,18 @@ def pool_memory(
     )
 
 
-def step_memory(tokens: int, sequences: int, engine: Engine) -> str:
+@contextmanager
+def noted(plan: StepPlan, engine: Engine) -> Iterator[None]:
+    """Within the block a plan's chunks are computed: running out of memory is noted."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        if plan.chunks:
+            error.add_note(_step_memory(plan.tokens, len(plan.chunks), engine))
+        raise
+
+
+def _step_memory(tokens: int, sequences: int, engine: Engine) -> str:
     """A forward pass over ``tokens`` tokens of ``sequences`` sequences ran out of memory."""
     config, device, kv = engine.config, engine._model.device, engine._runner.kv
     return (

@@ -34,6 +34,9 @@ def check_engine(engine: Engine) -> None:
     queued = {s for s in (*scheduler.waiting, *scheduler.running) if s.serves is None}
     if live != queued:
         raise AssertionError(f"{len(live)} sequences are live, {len(queued)} are queued")
+    flying = set() if engine._flight is None else set(engine._flight.batch.sequences)
+    if ahead := {s for s in (*scheduler.waiting, *holders) if s.unread} - flying:
+        raise AssertionError(f"{len(ahead)} sequences count a token that is not under way")
     for sequence in holders:
         name, full = sequence.request.request_id, sequence.layout.full_pages(sequence.computed)
         for table in sequence.tables:

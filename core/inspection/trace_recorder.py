@@ -155,7 +155,8 @@ class TraceRecorder:
     """
 
     reads_tokens = True
-    """Planning waits until the tokens of the step before are known."""
+    """Planning waits until the tokens of the step before are known. Whoever does not need that may be told of a step
+    twice, once ahead of these tokens and, if they turned out to matter, once behind them."""
 
     def __init__(self) -> None:
         self._builder = TraceBuilder()

@@ -137,7 +137,9 @@ class TestNobodyWaitsForAnothersImage:
         engine.submit([text(2), A], params())
         engine.step()
         launched, launch = [], engine._runner.launch
-        engine._runner.launch = lambda plan, scheduler: launched.append(len(plan.batch)) or launch(plan, scheduler)
+        engine._runner.launch = lambda plan, *args, **how: (
+            launched.append(len(plan.batch)) or launch(plan, *args, **how)
+        )
         for _ in range(4):
             engine.step()
         assert launched == [1] * 4

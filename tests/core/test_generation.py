@@ -92,8 +92,8 @@ def test_who_computes_beside_whom_depends_on_no_thread(build, monkeypatch):
             threading.Event().wait(rng.random() / 100)
             return read(prompt)
 
-        def noted(schedule=schedule):
-            plan = schedule()
+        def noted(*, schedule=schedule, **how):
+            plan = schedule(**how)
             plans[-1].append([(c.sequence.request.request_id, c.start, c.count) for c in plan.chunks])
             return plan
 

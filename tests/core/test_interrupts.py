@@ -41,15 +41,18 @@ def pythons_own_handler():
     signal.signal(signal.SIGINT, before)
 
 
-def test_any_line_of_a_step(t_model, engine_for, host_tier_for, assert_nothing_held):
-    """Small pool, host tier and growth, so that steps evict, copy, restore and preempt."""
+@pytest.mark.parametrize(("execution", "n"), [("eager", 2), ("graph", 1)])
+def test_any_line_of_a_step(execution, n, t_model, engine_for, host_tier_for, assert_nothing_held):
+    """Small pool, host tier and growth, so that steps evict, copy, restore and preempt; single samples are planned
+    ahead."""
     rng = random.Random(0)
-    params = SamplingParams(n=2, max_tokens=9, temperature=0.9, seed=3, ignore_eos=True)
+    params = SamplingParams(n=n, max_tokens=9, temperature=0.9, seed=3, ignore_eos=True)
     prompts = [rng.choices(range(3, 128), k=9)[: rng.randint(4, 9)] + rng.choices(range(3, 9), k=3) for _ in range(12)]
     expected = [[s.token_ids for s in c.samples] for c in engine_for(t_model).generate(prompts, params)]
     engine = host_tier_for(
-        t_model, pool_tokens=56, host_tokens=60, base_share=0.5, growth_tokens=8, max_seqs=4, step_tokens=20
-    )
+        t_model, pool_tokens=56, host_tokens=60, base_share=0.5, growth_tokens=8, max_seqs=4, step_tokens=20,
+        execution=execution,
+    )  # fmt: skip
     ids = [engine.submit(prompt, params) for prompt in prompts]
     done, streams, interrupted = {}, {}, 0
     while engine.has_work():
@@ -66,7 +69,7 @@ def test_any_line_of_a_step(t_model, engine_for, host_tier_for, assert_nothing_h
                 done[out.request_id] = [sample.token_ids for sample in out.completion.samples]
     assert interrupted > 20
     assert [done[request_id] for request_id in ids] == expected
-    assert [[streams[request_id, n] for n in range(2)] for request_id in ids] == expected
+    assert [[streams[request_id, sample] for sample in range(n)] for request_id in ids] == expected
     assert_nothing_held(engine)
 
 

@@ -69,7 +69,7 @@ def test_a_pretended_prompt_computes_nothing_and_holds_its_pages(make_llama: Any
     real.submit(prompt, params, method=chosen, request_id="a")
     truth = drain(real).completions["a"].samples[0]
     assert (pretence.kv_bytes_read, pretence.digest_bytes_read) == (truth.kv_bytes_read, truth.digest_bytes_read)
-    assert "forward" not in vars(engine._model) and "batch_of" not in vars(engine._runner)
+    assert "forward" not in vars(engine._model) and "launches" not in vars(engine._runner)
 
 
 @pytest.mark.parametrize("context", [33, 32])
