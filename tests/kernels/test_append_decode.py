@@ -7,7 +7,7 @@ import torch
 from kernel_cases import DECODE, LARGE_DECODE, LAYER, TOLERANCE, Case, bits, build, error
 
 from octavo.kernels import ops
-from octavo.kernels.layout import SCRATCH_UNIT, entry_units
+from octavo.kernels.layout import SCRATCH_UNIT, entry_units, pack_entries
 from octavo.kernels.reference import backend as reference
 from octavo.kernels.reference.pages import rotated
 
@@ -114,3 +114,35 @@ def test_it_is_append_and_decode_one_after_the_other():
     out, _, _ = reference.decode(rotated(q, cos, sin), want, layer, table, lengths, q_pos, *scores, False, False)
     assert torch.equal(reference.append_decode(q, k, v, pool, *args), out)
     assert torch.equal(bits(pool), bits(want))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lengths", [(1, 63, 64), (1000, 17, 0, 255, 2049), (9000,)], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_gpu_steps_that_follow_on_one_another_see_each_others_tokens(head_dim, lengths):
+    """Nothing lies between the launches, so that each begins while the one before stores its tokens."""
+    torch.manual_seed(0)
+    steps, unit, kv_heads, q_heads = 40, 16, 2, 8
+    entries = -(-(max(lengths) + steps) // unit)
+    ids = 1 + torch.randperm(len(lengths) * entries).view(1, len(lengths), 1, entries)
+    pool = torch.randn(len(lengths) * entries + 1, 1, 2, kv_heads, unit, head_dim).to("cuda", torch.bfloat16)
+    begun = torch.tensor(lengths)
+    inputs = []
+    for step in range(steps):
+        length = torch.where(begun > 0, begun + step, 0)
+        valid = (length[:, None] - unit * torch.arange(entries)).clamp(0, unit)[None, :, None]
+        last = (length - 1).clamp(min=0)
+        units = ids[0, torch.arange(len(lengths)), 0, last // unit]
+        slots = torch.where(length > 0, units * unit + last % unit, SCRATCH_UNIT * unit)
+        qkv = torch.randn(len(lengths), q_heads + 2 * kv_heads, head_dim).to("cuda", torch.bfloat16)
+        parts = qkv.split([q_heads, kv_heads, kv_heads], 1)
+        table = pack_entries(ids, valid)
+        state = [slots, table, length.int()[None, :, None], (length - 1).int()]
+        inputs.append((*parts, *(t.cuda() for t in state)))
+    want_pool, scores = pool.clone(), (None, None, None, head_dim**-0.5, 0, 0.0)
+    step_of = [((q, k, v), (0, slots, table, length, q_pos, *scores)) for q, k, v, slots, table, length, q_pos in inputs]
+    want = [reference.append_decode(*qkv, want_pool, *args) for qkv, args in step_of]
+    got = [ops.append_decode(*qkv, pool, *args, "triton") for qkv, args in step_of]
+    for one, other in zip(got, want, strict=True):
+        assert error(one, other) <= TOLERANCE[torch.bfloat16]
+    assert torch.equal(bits(pool)[1:], bits(want_pool)[1:])
