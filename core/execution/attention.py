@@ -32,7 +32,7 @@ from octavo.core.memory.layer_groups import LayerPlan
 from octavo.kernels import ops, zero_copy
 from octavo.kernels.cpu import decode_op
 from octavo.kernels.cpu.decode_calls import DecodeCalls
-from octavo.kernels.cublas.product import MOST_ROWS
+from octavo.kernels.products.product import MOST_ROWS
 from octavo.kernels.zero_copy import VirtualRows
 
 

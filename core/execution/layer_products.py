@@ -1,5 +1,5 @@
 """A layer's graph with its Linear layers as ``octavo::product``: for steps of few rows, in which that may choose how it
-multiplies, and adds the residual on the way (``kernels/cublas/product.py``)."""
+multiplies, and adds the residual on the way (``kernels/products/product.py``)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from octavo.core.execution.graph_writes import written_between
-from octavo.kernels.cublas.product import product  # noqa: F401, which makes the op
+from octavo.kernels.products.product import product  # noqa: F401, which makes the op
 
 
 def with_products(module: GraphModule) -> GraphModule:

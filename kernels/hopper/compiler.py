@@ -52,8 +52,11 @@ def compiled(name: str, macros: Mapping[str, int], more: str = "") -> bytes:
     """
     _, nvrtc = _bindings()
     given = "".join(f"#define {macro} {int(value)}\n" for macro, value in macros.items())
-    parts = [given, (HERE / "hopper.h").read_text(), more, (HERE / f"{name}.cu").read_text()]
-    program = _done(nvrtc.nvrtcCreateProgram("\n".join(parts).encode(), f"{name}.cu".encode(), 0, [], []), "NVRTC")
+    source = f'{given}#include "hopper.h"\n{more}#line 1\n{(HERE / f"{name}.cu").read_text()}'
+    headers = sorted(HERE.glob("*.h"))
+    texts, names = [header.read_bytes() for header in headers], [header.name.encode() for header in headers]
+    made = nvrtc.nvrtcCreateProgram(source.encode(), f"{name}.cu".encode(), len(headers), texts, names)
+    program = _done(made, "NVRTC")
     options = [b"--gpu-architecture=sm_90a", b"--std=c++17", b"-default-device"]
     (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
     if int(status):

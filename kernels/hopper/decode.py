@@ -1,4 +1,4 @@
-"""K1 on Hopper: what ``decode.cu`` is launched with, in place of the kernel of ``kernels/triton/decode.py``."""
+"""K1 on Hopper: ``decode.cu``, and what it is launched with, where it serves what ``kernels/triton/decode.py`` does."""
 
 from __future__ import annotations
 
@@ -9,15 +9,24 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from octavo.kernels import log
+from octavo.kernels.fresh import Fresh
 from octavo.kernels.hopper.compiler import Kernel, compiled, tensor_map, usable
+from octavo.kernels.layout import ID_SHIFT, VALID_MASK
+from octavo.kernels.triton import settings
+from octavo.kernels.triton.plan import multiprocessors, programs_a_lane
+from octavo.kernels.triton.tiles import axis_strides, score_arguments
 
 TILE = 64
 """Slots of a tile of the plan, 16 for each warp."""
 
 THREADS = 128
+MOST_ITEMS = 1 << 16
+"""Rows times KV heads."""
+
 STAGES = 2
-"""Groups of 16 slots in a warp's ring: with 64 KB asked for by each of a multiprocessor's two blocks, the memory has all
-that it can do; three are a little slower (docs/results.md)."""
+"""Groups of 16 slots in a warp's ring: 64 KB of each block, two of which a multiprocessor holds, keep the memory busy;
+with three a step takes a little longer (docs/results.md)."""
 
 
 class _Arguments(ctypes.Structure):
@@ -45,19 +54,22 @@ def _shared_bytes(head_dim: int, group: int, unit: int, stages: int) -> int:
     return 4 * stages * (4 * 16 * head_dim + 8 + 4 * max(16 // unit, 1)) + 4 * joined + 12 * 64 + 24
 
 
-def serves(q: Tensor, k: Tensor, v: Tensor, pool: Tensor, cos: Tensor | None, sinks: Tensor | None) -> bool:
-    """Whether the kernel takes queries ``q [B, Hq, D]``, and ``k, v [B, Hkv, D]`` of new tokens, over a pool."""
+def serves(q: Tensor, fresh: Fresh | None, pool: Tensor, sinks: Tensor | None) -> bool:
+    """Whether the kernel takes queries ``q [B, Hq, D]``, and new tokens, over a pool."""
     head_dim, group, unit = q.shape[2], q.shape[1] // pool.shape[3], pool.shape[4]
-    aligned = all(x.dtype == pool.dtype and _in_pairs(x) for x in (q, k, v))
+    given = [q] if fresh is None else [q, fresh.k, fresh.v]
+    angles = None if fresh is None else fresh.cos
     return (
         usable(q.device)
-        and aligned
         and pool.dtype in (torch.bfloat16, torch.float16)
-        and (cos is None or (cos.shape[1] % 4 == 0 and cos.dtype in (torch.float32, pool.dtype) and _in_pairs(cos)))
+        and all(x.dtype == pool.dtype and _in_pairs(x) for x in given)
+        and (angles is None or (angles.dtype in (torch.float32, pool.dtype) and _in_pairs(angles)))
+        and (angles is None or angles.shape[1] % 4 == 0)
         and (sinks is None or sinks.dtype in (torch.float32, pool.dtype))
         and head_dim in (64, 128)
         and group <= 8
         and unit in (8, 16, 32, 64)
+        and q.shape[0] * pool.shape[3] <= MOST_ITEMS
         and pool.numel() // head_dim < 1 << 31
     )
 
@@ -73,8 +85,9 @@ def _kernel(device: int, shared_bytes: int, macros: tuple[tuple[str, int], ...])
         return Kernel("decode", compiled("decode", dict(macros)), THREADS, shared_bytes)
 
 
-def attend(
+def decode(
     q: Tensor,
+    fresh: Fresh | None,
     pool: Tensor,
     layer: int,
     table: Tensor,
@@ -82,27 +95,27 @@ def attend(
     q_pos: Tensor,
     sinks: Tensor | None,
     scale: float,
-    cap: float,
     window: int,
-    k: Tensor | None,
-    v: Tensor | None,
-    slots: Tensor | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    most: int,
-    min_tiles: int,
-    out: Tensor,
-    lse: Tensor,
-    part_out: Tensor,
-    part_lse: Tensor,
-) -> None:
-    """The kernel of ``kernels/triton/decode.py``, by the same names: ``scale`` and ``cap`` as of ``score_arguments``,
-    ``k, v, slots, cos, sin`` of the new tokens, if there are any, ``most`` and ``min_tiles`` of a plan in tiles of
-    TILE, and where outputs and parts go."""
+    softcap: float,
+) -> tuple[Tensor, Tensor]:
+    """``out [B, Hq, D]`` and ``lse`` fp32 ``[B, Hq]`` of ``reference.decode``, or with ``fresh`` tokens of
+    ``reference.append_decode``; what ``serves``. ``table``, ``lengths`` and ``q_pos`` of a call with fresh tokens must
+    not be written by the kernel just before it, which may still run while they are read."""
     batch, q_heads, head_dim = q.shape
     units, _, _, kv_heads, unit, _ = pool.shape
-    heads, group = lengths.shape[2], q_heads // kv_heads
-    items, unit_rows = batch * heads, pool.stride(0) // head_dim
+    heads, group, entries = lengths.shape[2], q_heads // kv_heads, table.shape[3]
+    items, lanes = batch * heads, kv_heads // heads
+    tuned = settings.launch("decode_hopper", f"{head_dim}", q.device)
+    most, min_tiles = programs_a_lane(items, lanes, entries * unit, multiprocessors(q.device), tuned)
+    if log.KERNELS:
+        kernel = f"CUDA for Hopper, at most {most} blocks a KV head" if most else "CUDA for Hopper, a block a row"
+        log.chosen("decode", "triton", kernel, pool, query_heads=q_heads, rows=batch, entries=entries, tile=TILE)
+
+    out, lse = torch.empty_like(q), q.new_empty((batch, q_heads), dtype=torch.float32)
+    part_out = q.new_empty((2 * most, q_heads, head_dim), dtype=torch.float32)
+    part_lse = q.new_empty((2 * most, q_heads), dtype=torch.float32)
+    scale, cap = score_arguments(scale, softcap)
+    cos = None if fresh is None else fresh.cos
     constants = {
         "D": head_dim,
         "GROUP": group,
@@ -112,35 +125,42 @@ def attend(
         "STAGES": STAGES,
         "DIRECT": most == 0,
         "WINDOW": window,
-        "CAPPED": cap != 0,
+        "CAPPED": softcap != 0,
         "SINKS": sinks is not None,
         "WIDE_SINKS": sinks is not None and sinks.dtype == torch.float32,
-        "FRESH": k is not None,
+        "FRESH": fresh is not None,
         "ROTARY": 0 if cos is None else cos.shape[1],
         "WIDE_ANGLES": cos is not None and cos.dtype == torch.float32,
         "BF16": pool.dtype == torch.bfloat16,
+        "ID_SHIFT": ID_SHIFT,
+        "VALID_MASK": VALID_MASK,
     }
-    kernel = _kernel(q.device.index, _shared_bytes(head_dim, group, unit, STAGES), tuple(constants.items()))
+    launched = _kernel(q.device.index, _shared_bytes(head_dim, group, unit, STAGES), tuple(constants.items()))
+    unit_rows = pool.stride(0) // head_dim
     runs = tensor_map(
         pool,
         (64, head_dim // 64, units * unit_rows),
         (128, head_dim * pool.element_size()),
         (64, head_dim // 64, min(unit, 16)),
     )
-    of_layer = {"table": _of(table, layer), "lengths": _of(lengths, layer)}
-    tensors = {"q": q, "k": k, "v": v, "pool": pool, **of_layer, "q_pos": q_pos, "slots": slots, "cos": cos, "sin": sin}
-    tensors |= {"sinks": sinks, "out": out, "lse": lse, "part_out": part_out, "part_lse": part_lse}
-    tensors["arrivals"] = _arrivals(pool.data_ptr(), q.device, items * (kv_heads // heads))
+    _, t_batch, t_head = axis_strides(table)
+    _, l_batch, l_head = axis_strides(lengths)
+    new = Fresh(q, q, q, None, None) if fresh is None else fresh  # the first stands for what is left out
+    tensors = {"q": q, "pool": pool, "table": _of(table, layer), "lengths": _of(lengths, layer), "q_pos": q_pos}
+    tensors |= {"k": new.k, "v": new.v, "slots": new.slots, "out": out, "lse": lse}
+    tensors |= {"part_out": part_out, "part_lse": part_lse, "arrivals": _arrivals(pool.data_ptr(), q.device)}
+    optional = {"cos": new.cos, "sin": new.sin, "sinks": sinks}
     arguments = _Arguments(
-        **{name: 0 if tensor is None else tensor.data_ptr() for name, tensor in tensors.items()},
-        t_batch=_stride(table, 1),
-        t_head=_stride(table, 2),
-        l_batch=_stride(lengths, 1),
-        l_head=_stride(lengths, 2),
-        k_batch=0 if k is None else k.stride(0),
-        k_head=0 if k is None else k.stride(1),
-        v_batch=0 if v is None else v.stride(0),
-        v_head=0 if v is None else v.stride(1),
+        **{name: tensor.data_ptr() for name, tensor in tensors.items()},
+        **{name: tensor.data_ptr() for name, tensor in optional.items() if tensor is not None},
+        t_batch=t_batch,
+        t_head=t_head,
+        l_batch=l_batch,
+        l_head=l_head,
+        k_batch=new.k.stride(0),
+        k_head=new.k.stride(1),
+        v_batch=new.v.stride(0),
+        v_head=new.v.stride(1),
         angle_row=0 if cos is None else cos.stride(0),
         q_batch=q.stride(0),
         q_head=q.stride(1),
@@ -155,19 +175,16 @@ def attend(
         scale=scale,
         cap=cap,
     )
-    kernel.launch((kv_heads // heads, most or items), (runs, arguments))
+    launched.launch((lanes, most or items), (runs, arguments))
+    return out, lse
 
 
 @cache
-def _arrivals(pool: int, device: torch.device, count: int) -> Tensor:
+def _arrivals(pool: int, device: torch.device) -> Tensor:
     """Zeros that a launch counts in and leaves as it has found them. One a pool, whose launches follow on one another;
     never given back, as captured graphs hold on to it."""
-    return torch.zeros(count, dtype=torch.int32, device=device)
+    return torch.zeros(MOST_ITEMS, dtype=torch.int32, device=device)
 
 
 def _of(x: Tensor, layer: int) -> Tensor:
     return x[layer if len(x) > 1 else 0]
-
-
-def _stride(x: Tensor, axis: int) -> int:
-    return 0 if x.shape[axis] == 1 else x.stride(axis)

@@ -67,3 +67,7 @@ INLINE float widen(u16 bits) {
   return number;
 #endif
 }
+
+INLINE float2 pair(u32 bits) {
+  return make_float2(widen(static_cast<u16>(bits & 0xffff)), widen(static_cast<u16>(bits >> 16)));
+}

@@ -13,6 +13,9 @@ from octavo.kernels.hopper.compiler import SHARED_BYTES, Kernel, compiled, tenso
 
 MOST_ROWS = 128
 MOST_STAGES = 20
+LEAST_STAGES = 3
+"""Fewer cannot keep the memory busy."""
+
 _TOKENS = (8, 16, 24, 32, 48, 64, 96, 128)
 _THREADS = 160
 
@@ -39,8 +42,6 @@ WAYS = (
     Way(64, 2, 1, 2),
     Way(128, 2, 2, 1),
     Way(128, 1, 2, 1),
-    Way(128, 1, 1, 1),
-    Way(128, 1, 1, 2),
 )
 """Those that were the fastest for some shape of an 8B model on an H200 (docs/results.md)."""
 
@@ -49,7 +50,7 @@ def ways(device: torch.device, rows: int, outputs: int, inputs: int) -> list[Way
     """Ways of multiplying ``rows`` rows on a device; none where the kernel does not serve."""
     if not usable(device) or rows > MOST_ROWS or outputs % 8 or inputs % 8:
         return []
-    return [way for way in WAYS if _stages(_padded(rows), way) >= 3]
+    return [way for way in WAYS if _stages(_padded(rows), way) >= LEAST_STAGES]
 
 
 def run(way: Way, x: Tensor, weight: Tensor, residual: Tensor | None, out: Tensor) -> None:

@@ -33,14 +33,13 @@ Attention Kernel" (arXiv 2511.11581).
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # (the parameters of a kernel are Triton's business)
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels import log
+from octavo.kernels.fresh import Fresh
 from octavo.kernels.hopper import decode as hopper
 from octavo.kernels.triton import settings
 from octavo.kernels.triton.attend import attend
@@ -307,17 +306,6 @@ def append_decode(
     return decode_after(None, fresh, q, pool, layer, table, lengths, q_pos, *scores, False, False)[0]
 
 
-@dataclass(frozen=True)
-class Fresh:
-    """The newest token of each row, which is not in the pool yet (``reference.append_decode``)."""
-
-    k: Tensor
-    v: Tensor
-    slots: Tensor
-    cos: Tensor | None
-    sin: Tensor | None
-
-
 def decode_after(
     run: SharedRun | None,
     fresh: Fresh | None,
@@ -341,15 +329,13 @@ def decode_after(
     kv_heads, unit_tokens, entries = pool.shape[3], pool.shape[4], table.shape[3]
     assert pool.is_contiguous() and q.stride(2) == table.stride(3) == 1
 
+    if run is None and unit_pos is None and not want_mass and hopper.serves(q, fresh, pool, sinks):
+        out, lse = hopper.decode(q, fresh, pool, layer, table, lengths, q_pos, sinks, scale, window, softcap)
+        return out, lse if want_lse else lse.new_empty(0), lse.new_empty(0)
+
     block_d = max(triton.next_power_of_2(head_dim), 16)
     many = " many" if batch >= MANY_ROWS else ""
-    new = Fresh(q, q, q, None, None) if fresh is None else fresh  # the first stands for what is left out
-    plain = run is None and unit_pos is None and not want_mass
-    on_hopper = plain and hopper.serves(q, new.k, new.v, pool, new.cos, sinks)
-    if on_hopper:
-        tuned = settings.launch("decode_hopper", f"{head_dim}", q.device)
-    else:
-        tuned = settings.launch("decode", f"{block_d}x{pool.element_size()}{many}", q.device)
+    tuned = settings.launch("decode", f"{block_d}x{pool.element_size()}{many}", q.device)
     block_n, group, heads = tuned["BLOCK_N"], q_heads // kv_heads, lengths.shape[2]
     items = batch * heads
     most, min_tiles = programs_a_lane(items, kv_heads // heads, entries * unit_tokens, multiprocessors(q.device), tuned)
@@ -373,11 +359,11 @@ def decode_after(
         return torch.empty(shape, dtype=torch.float32, device=q.device)
 
     if log.KERNELS:
-        how = f"at most {most} programs a KV head, combined" if most else "a program a row"
+        kernel = f"Triton, at most {most} programs a KV head, combined" if most else "Triton, a program a row"
         log.chosen(
             "decode",
             "triton",
-            f"{'CUDA for Hopper' if on_hopper else 'Triton'}, {how}",
+            kernel,
             pool,
             query_heads=q_heads,
             rows=batch,
@@ -394,13 +380,7 @@ def decode_after(
 
     scale, cap = score_arguments(scale, softcap)
     length_strides = axis_strides(lengths)
-    if on_hopper:
-        hopper.attend(
-            q, pool, layer, table, lengths, q_pos, sinks, scale, cap, window,
-            *((None,) * 5 if fresh is None else (fresh.k, fresh.v, fresh.slots, fresh.cos, fresh.sin)),
-            most, min_tiles, out, lse, part_out, part_lse,
-        )  # fmt: skip
-        return out, lse if want_lse else lse.new_empty(0), fp32(0)
+    new = Fresh(q, q, q, None, None) if fresh is None else fresh  # the first stands for what is left out
     _decode_kernel[kv_heads // heads, most or items](
         q,
         pool,

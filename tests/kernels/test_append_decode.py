@@ -140,7 +140,9 @@ def test_gpu_steps_that_follow_on_one_another_see_each_others_tokens(head_dim, l
         state = [slots, table, length.int()[None, :, None], (length - 1).int()]
         inputs.append((*parts, *(t.cuda() for t in state)))
     want_pool, scores = pool.clone(), (None, None, None, head_dim**-0.5, 0, 0.0)
-    step_of = [((q, k, v), (0, slots, table, length, q_pos, *scores)) for q, k, v, slots, table, length, q_pos in inputs]
+    step_of = [
+        ((q, k, v), (0, slots, table, length, q_pos, *scores)) for q, k, v, slots, table, length, q_pos in inputs
+    ]
     want = [reference.append_decode(*qkv, want_pool, *args) for qkv, args in step_of]
     got = [ops.append_decode(*qkv, pool, *args, "triton") for qkv, args in step_of]
     for one, other in zip(got, want, strict=True):

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from octavo.kernels.cublas import library
-from octavo.kernels.cublas import product as products
-from octavo.kernels.cublas.product import choosing, product
+from octavo.kernels.products import cublaslt
+from octavo.kernels.products import product as products
+from octavo.kernels.products.product import choosing, product
 
 
 @pytest.fixture(autouse=True)
@@ -51,8 +51,14 @@ class TestOnACpu:
             torch.library.opcheck(torch.ops.octavo.product.default, (*inputs()[:2], residual))
 
 
-NAME = str(library.Shape(3, 64, 128, torch.bfloat16, True))
+NAME = str(cublaslt.Shape(3, 64, 128, torch.bfloat16, True))
 """Of what ``inputs()`` are, in the file of choices."""
+
+
+def the_choice():
+    """The fake that was chosen, and its algorithm."""
+    (run,) = products._chosen.values()
+    return run.func.__self__, run.args[0]
 
 
 class FakeProduct:
@@ -87,7 +93,7 @@ class TestChoosing:
             """As if the tensors were where they are not."""
             rows = parts[0].numel() // parts[0].shape[-1]
             assert key(*parts) is None
-            return 0, library.Shape(rows, *parts[1].shape, parts[0].dtype, parts[2] is not None)
+            return 0, cublaslt.Shape(rows, *parts[1].shape, parts[0].dtype, parts[2] is not None)
 
         def seconds(run):
             run()
@@ -95,13 +101,14 @@ class TestChoosing:
 
         monkeypatch.setattr(products, "_key", on_cuda)
         monkeypatch.setattr(products, "Product", FakeProduct)
+        monkeypatch.setattr(products.hopper, "ways", lambda *shape: [])
         monkeypatch.setattr(products, "_seconds", seconds)
         monkeypatch.setattr(products, "_file", lambda device: products.cache_dir() / "products.json")
 
     def test_the_fastest_that_runs_is_taken(self):
         with choosing():
             product(*inputs())
-        ((made, algorithm),) = products._chosen.values()
+        made, algorithm = the_choice()
         assert algorithm[0] == 2
         made.ran.clear()
         product(*inputs())
@@ -121,7 +128,7 @@ class TestChoosing:
         monkeypatch.setattr(FakeProduct, "times", (3.0, 2.98, 3.5))
         with choosing():
             product(*inputs())
-        ((_, algorithm),) = products._chosen.values()
+        _, algorithm = the_choice()
         assert algorithm[0] == 0
 
     def test_a_choice_outlives_the_process(self, monkeypatch):
@@ -131,7 +138,7 @@ class TestChoosing:
         monkeypatch.setattr(products, "_seconds", lambda run: pytest.fail("timed again"))
         with choosing():
             product(*inputs())
-        ((_, algorithm),) = products._chosen.values()
+        _, algorithm = the_choice()
         assert algorithm[0] == 2
 
     @pytest.mark.parametrize(
@@ -149,7 +156,7 @@ class TestChoosing:
         products._file(0).write_text(json.dumps({NAME: "ff" * 64}))
         with choosing():
             product(*inputs())
-        ((_, algorithm),) = products._chosen.values()
+        _, algorithm = the_choice()
         assert algorithm[0] == 2
 
     @pytest.mark.parametrize("error", [OSError("no libcublasLt"), RuntimeError("proposes nothing")], ids=str)
@@ -162,6 +169,35 @@ class TestChoosing:
             got = product(*inputs())
         x, weight, residual = inputs()
         assert torch.equal(got, residual + F.linear(x, weight)) and not products._chosen
+
+    @pytest.mark.parametrize("missing", [False, True])
+    def test_octavos_own_ways_are_proposed_too(self, monkeypatch, missing):
+        """And without cuBLASLt, they alone."""
+        ways, ran = ["slow", "fast"], []
+
+        def run(way, x, weight, residual, out):
+            ran.append(way)
+            out.copy_(torch.full_like(out, ways.index(way)))
+
+        def no_library(shape, device):
+            raise OSError("no libcublasLt")
+
+        def seconds(timed):
+            ran.clear()
+            timed()
+            return {"slow": 2.0, "fast": 0.5}[ran[-1]] if ran else 1.0
+
+        monkeypatch.setattr(products.hopper, "ways", lambda device, rows, outputs, inputs: ways)
+        monkeypatch.setattr(products.hopper, "run", run)
+        monkeypatch.setattr(products, "_seconds", seconds)
+        if missing:
+            monkeypatch.setattr(products, "Product", no_library)
+        for _ in range(2):
+            with choosing():
+                product(*inputs())
+            assert torch.equal(product(*inputs()), torch.ones(1, 3, 64))
+            assert json.loads(products._file(0).read_text()) == {NAME: "hopper: fast"}
+            products._chosen.clear()
 
     def test_what_another_process_has_chosen_meanwhile_stays(self):
         x, weight, residual = inputs()
@@ -180,7 +216,7 @@ class TestChoosing:
         products._file(0).write_text(json.dumps({NAME: FakeProduct(None, 0).proposals()[4].hex()}))
         with choosing():
             product(x, weight, residual)
-        assert products._chosen[0, library.Shape(3, 64, 128, torch.bfloat16, True)][1][0] == 4
+        assert products._chosen[0, cublaslt.Shape(3, 64, 128, torch.bfloat16, True)].args[0][0] == 4
 
     def test_a_folder_that_cannot_be_written_is_none(self, tmp_path, monkeypatch):
         (tmp_path / "file").touch()
@@ -236,7 +272,7 @@ def test_every_proposal_gives_the_product(dtype, adds, rows, outputs, width):
     x, weight, residual = inputs(rows, outputs, width, dtype, "cuda")
     residual = residual if adds else None
     want = F.linear(x.double(), weight.double()) + (residual.double() if adds else 0)
-    made = library.Product(library.Shape(rows, outputs, width, dtype, adds), 0)
+    made = cublaslt.Product(cublaslt.Shape(rows, outputs, width, dtype, adds), 0)
     proposals = made.proposals()
     assert proposals
     for algorithm in proposals:

@@ -32,9 +32,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.kernels.cache_dir import cache_dir
-from octavo.kernels.cublas import library
-from octavo.kernels.cublas.library import Product, Shape
 from octavo.kernels.hopper import product as hopper
+from octavo.kernels.hopper.compiler import usable
+from octavo.kernels.products import cublaslt
+from octavo.kernels.products.cublaslt import Product, Shape
 from octavo.kernels.triton.settings import chip
 
 log = logging.getLogger(__name__)
@@ -83,10 +84,10 @@ def _key(x: Tensor, weight: Tensor, residual: Tensor | None) -> tuple[int, Shape
     rows = x.shape[:-1].numel()
     if residual is not None and residual.shape != (*x.shape[:-1], weight.shape[0]):
         return None
-    if x.device.type != "cuda" or x.dtype not in library.DTYPES or not 0 < rows <= MOST_ROWS:
+    if x.device.type != "cuda" or x.dtype not in cublaslt.DTYPES or not 0 < rows <= MOST_ROWS:
         return None
     parts = [x, weight] if residual is None else [x, weight, residual]
-    if any(not t.is_contiguous() or t.dtype != x.dtype or t.data_ptr() % library.ALIGNMENT for t in parts):
+    if any(not t.is_contiguous() or t.dtype != x.dtype or t.data_ptr() % cublaslt.ALIGNMENT for t in parts):
         return None
     return x.device.index, Shape(rows, weight.shape[0], weight.shape[1], x.dtype, residual is not None)
 
@@ -111,6 +112,8 @@ def choosing() -> Iterator[None]:
 def _choose(key: tuple[int, Shape], calls: list[Call]) -> Run:
     device, shape = key
     proposals, name = _proposals(device, shape), str(shape)
+    if not proposals:
+        raise RuntimeError("nothing is proposed")
     kept = _kept(device).get(name)
     if isinstance(kept, str) and kept in proposals:
         return proposals[kept]
@@ -161,7 +164,9 @@ def _seconds(run: Callable[[], object]) -> float:
 
 
 def _file(device: int) -> Path:
-    return cache_dir() / f"products-{chip(torch.device('cuda', device))}-{library.version()}.json"
+    card = torch.device("cuda", device)
+    own = "-own" if usable(card) else ""  # of those who have octavo's ways, too
+    return cache_dir() / f"products-{chip(card)}-{cublaslt.version()}{own}.json"
 
 
 def _kept(device: int) -> dict[str, object]:

@@ -1,0 +1,174 @@
+"""CUDA kernels for Hopper: that they compile with whatever they are asked for, and on such a card what they compute.
+
+Their results as parts of ops are in test_append_decode.py, test_attention.py and test_product.py.
+"""
+
+import re
+from itertools import product as combinations
+
+import pytest
+import torch
+
+from octavo.kernels import ops
+from octavo.kernels.hopper import compiler, decode, product
+from octavo.kernels.layout import ID_SHIFT, VALID_MASK, pack_entries
+from octavo.kernels.triton import settings
+
+pytest.importorskip("cuda.bindings.nvrtc", reason="octavo[cuda] is not installed")
+
+PLAIN = {
+    "D": 128, "GROUP": 4, "KV_HEADS": 8, "HEADS": 1, "U": 16, "STAGES": decode.STAGES, "DIRECT": 0, "WINDOW": 0,
+    "CAPPED": 0, "SINKS": 0, "WIDE_SINKS": 0, "FRESH": 1, "ROTARY": 128, "WIDE_ANGLES": 0, "BF16": 1,
+    "ID_SHIFT": ID_SHIFT, "VALID_MASK": VALID_MASK,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {}, {"FRESH": 0, "ROTARY": 0}, {"DIRECT": 1}, {"D": 64, "GROUP": 3, "KV_HEADS": 3, "ROTARY": 16},
+        {"U": 8, "WIDE_ANGLES": 1}, {"U": 64, "HEADS": 8, "FRESH": 0}, {"GROUP": 1}, {"GROUP": 8, "BF16": 0},
+        {"WINDOW": 33, "CAPPED": 1}, {"SINKS": 1}, {"SINKS": 1, "WIDE_SINKS": 1},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_decode_compiles(other):
+    assert compiler.compiled("decode", {**PLAIN, **other}).startswith(b"\x7fELF")
+
+
+@pytest.mark.parametrize("way", product.WAYS, ids=str)
+@pytest.mark.parametrize("rows", [1, 33, 128])
+def test_product_compiles(way, rows):
+    tokens = product._padded(rows)
+    stages = product._stages(tokens, way)
+    if stages < product.LEAST_STAGES:
+        pytest.skip("not offered")
+    macros = {"T": tokens, "BM": way.outputs, "KS": way.wide, "STAGES": stages, "SPLIT": way.split, "BF16": 1}
+    assert compiler.compiled("product", macros, product._multiply(tokens, "bf16"))
+
+
+def test_what_does_not_compile_is_said_with_the_compilers_words():
+    with pytest.raises(compiler.HopperError, match=r"decode\.cu does not compile with .*'D': 128"):
+        compiler.compiled("decode", {"D": 128})
+
+
+def test_arguments_are_laid_out_as_the_kernel_reads_them():
+    text = (compiler.HERE / "decode_arguments.h").read_text()
+    body = re.search(r"struct Arguments \{(.*?)\};", text, re.DOTALL).group(1)
+    names = [name for line in body.split(";") for name in re.findall(r"\*?(\w+)(?=,|$)", line.replace("\n", " "))]
+    assert names == [name for name, _ in decode._Arguments._fields_]
+
+
+def test_blocks_find_room():
+    for head_dim, group, unit in combinations((64, 128), range(1, 9), (8, 16, 32, 64)):
+        shared = decode._shared_bytes(head_dim, group, unit, decode.STAGES)
+        blocks = settings.launch("decode_hopper", str(head_dim), torch.device("cpu"))["programs_per_sm"]
+        assert blocks * (shared + 1024) <= compiler.SHARED_BYTES
+    for rows, way in combinations(range(1, product.MOST_ROWS + 1), product.WAYS):
+        tokens = product._padded(rows)
+        assert rows <= tokens and tokens % 8 == 0
+        stages = product._stages(tokens, way)
+        assert stages == 0 or way.blocks * (product._shared_bytes(tokens, way, stages) + 1024) <= compiler.SHARED_BYTES
+
+
+def test_a_cpu_has_none_of_it():
+    cpu = torch.device("cpu")
+    assert not compiler.usable(cpu) and product.ways(cpu, 1, 64, 64) == []
+    x = torch.zeros(1, 8, 128, dtype=torch.bfloat16)
+    assert not decode.serves(x, None, torch.zeros(2, 1, 2, 8, 16, 128, dtype=torch.bfloat16), None)
+
+
+hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+)
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize(
+    ("outputs", "inputs"), [(6144, 4096), (4096, 14336), (200, 328), (8, 8), (136, 72), (40_000, 520)]
+)
+def test_every_way_gives_the_product(dtype, adds, outputs, inputs):
+    """Padding is neither read nor written, and sums do not depend on what runs beside them."""
+    torch.manual_seed(0)
+    for rows in (1, 2, 8, 9, 31, 48, 65, 100, 128):
+        x = torch.randn(rows, inputs, device="cuda", dtype=dtype)
+        weight = torch.randn(outputs, inputs, device="cuda", dtype=dtype) / inputs**0.5
+        residual = torch.randn(rows, outputs, device="cuda", dtype=dtype) if adds else None
+        want = x.double() @ weight.double().T + (residual.double() if adds else 0)
+        ways = product.ways(x.device, rows, outputs, inputs)
+        assert ways
+        for way in ways:
+            room = torch.full((rows + 2, outputs), float("nan"), device="cuda", dtype=dtype)
+            product.run(way, x, weight, residual, room[1:-1])
+            error = (room[1:-1].double() - want).norm() / want.norm()
+            assert error < 4e-3, f"{rows} rows, {way}: {error}"
+            assert room[0].isnan().all() and room[-1].isnan().all()
+            again = torch.empty_like(want, dtype=dtype)
+            product.run(way, x, weight, residual, again)
+            assert torch.equal(again, room[1:-1])
+
+
+@pytest.mark.gpu
+@hopper
+def test_products_in_a_row_wait_for_each_other():
+    """Each begins before the one before it has ended, and needs what that writes."""
+    torch.manual_seed(0)
+    weights = [torch.randn(1024, 1024, device="cuda", dtype=torch.bfloat16) / 32 for _ in range(24)]
+    for rows in (1, 16, 100):
+        x = start = torch.randn(rows, 1024, device="cuda", dtype=torch.bfloat16)
+        ways = product.ways(x.device, rows, 1024, 1024)
+        one_by_one = start
+        for i, weight in enumerate(weights):
+            one_by_one = run(ways[i % len(ways)], one_by_one, weight)
+            torch.cuda.synchronize()
+        for _ in range(20):
+            x = start
+            for i, weight in enumerate(weights):
+                x = run(ways[i % len(ways)], x, weight)
+            assert torch.equal(x, one_by_one)
+
+
+def run(way, x, weight):
+    out = torch.empty(len(x), len(weight), device=x.device, dtype=x.dtype)
+    product.run(way, x, weight, x, out)
+    return out
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("unit", [8, 16, 32, 64])
+@pytest.mark.parametrize(("heads", "head_dim"), [((32, 8), 128), ((7, 1), 64), ((8, 8), 128)])
+def test_decode_gives_what_triton_gives(monkeypatch, heads, head_dim, unit):
+    """Ragged, with sealed units and empty rows, of as many parts as there can be; and leaves its counts at zero."""
+    torch.manual_seed(unit)
+    q_heads, kv_heads = heads
+    lengths = torch.tensor([0, 1, 5, 64, 65, 700, 4097, 0, 129, 3000])
+    entries = -(-int(lengths.max()) // unit)
+    ids = 1 + torch.randperm(len(lengths) * entries).view(1, len(lengths), 1, entries)
+    valid = (lengths[:, None] - unit * torch.arange(entries)).clamp(0, unit)[None, :, None]
+    valid = torch.where(torch.rand(valid.shape) < 0.2, (valid // 2).clamp(min=0), valid)  # sealed, partly filled
+    pool = torch.randn(len(lengths) * entries + 1, 2, 2, kv_heads, unit, head_dim).to("cuda", torch.bfloat16)
+    nan = torch.arange(unit) >= valid[0, :, 0].flatten()[:, None]  # [units, U]
+    where = nan[:, None, None, None, :, None].expand(-1, *pool.shape[1:]).cuda()
+    pool[ids.flatten().cuda()] = pool[ids.flatten().cuda()].masked_fill(where, float("nan"))
+    table = pack_entries(ids, valid).cuda()
+    q = torch.randn(len(lengths), q_heads, head_dim).to("cuda", torch.bfloat16)
+    state = (1, table, lengths.int()[None, :, None].cuda(), (lengths - 1).int().cuda(), None, None)
+
+    def attend():
+        return ops.decode(q, pool, *state, head_dim**-0.5, 0, 0.0, False, True, "triton")[:2]
+
+    got = [attend() for _ in range(5)]
+    serves = decode.serves
+    monkeypatch.setattr(decode, "serves", lambda *given: False)
+    want = attend()
+    monkeypatch.setattr(decode, "serves", serves)
+    assert serves(q, None, pool, None)
+    for out, lse in got:
+        assert torch.equal(out, got[0][0]) and torch.equal(lse, got[0][1])
+    assert (got[0][0].float() - want[0].float()).norm() / want[0].float().norm() < 6e-3
+    torch.testing.assert_close(got[0][1], want[1], atol=2e-2, rtol=2e-3)
+    assert not decode._arrivals(pool.data_ptr(), q.device).any()
