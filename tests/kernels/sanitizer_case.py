@@ -1,4 +1,4 @@
-"""Every Triton op once, on small cases, for ``compute-sanitizer``; by hand, on a GPU::
+"""Every op of a GPU once, on small cases, for ``compute-sanitizer``; by hand, on a GPU::
 
     compute-sanitizer --tool memcheck --error-exitcode 1 python tests/kernels/sanitizer_case.py
     compute-sanitizer --tool racecheck --error-exitcode 1 python tests/kernels/sanitizer_case.py
@@ -35,6 +35,7 @@ from test_select import ScoreCase, TopkCase, boxes, ranked
 from test_step import State
 
 from octavo.kernels import ops
+from octavo.kernels.hopper import product as products
 from octavo.kernels.layout import pool_shape
 
 DTYPE = torch.bfloat16
@@ -43,6 +44,7 @@ HEADS = {"heads": (8, 2), "head_dim": 128}
 ATTENTION = {
     "decode": (
         Case("sanitized", (0, 1, 300), mass=True, **HEADS),
+        Case("sanitized-plain", (0, 1, 64, 0, 300), **HEADS),
         Case("sanitized-direct", (0, 33, 100), sinks=True, **HEADS),
         Case("sanitized-stored", (0, 300), page=24, segments=(13, 30), stored=True, window=50, mass=True, **HEADS),
         Case("sanitized-tables", (5, 300), page=8, tables="layer+head", softcap=30.0, heads=(5, 1), head_dim=80),
@@ -264,6 +266,16 @@ def transfer(device: str) -> None:
     assert torch.equal(out.cpu().view(torch.int16), near.view(torch.int16))
 
 
+def product(device: str) -> None:
+    """octavo's own ways of multiplying, where there are any."""
+    x, residual = torch.randn(5, 328).to(device, DTYPE), torch.randn(5, 200).to(device, DTYPE)
+    weight, out = (torch.randn(200, 328) / 18).to(device, DTYPE), torch.empty_like(residual)
+    want = residual.double() + x.double() @ weight.double().T
+    for way in products.ways(x.device, 5, 200, 328):
+        products.run(way, x, weight, residual, out)
+        assert (out.double() - want).norm() <= SLACK[DTYPE] * want.norm(), way
+
+
 CASES: dict[str, Callable[[str], None]] = {
     "append": append,
     "append_decode": append_decode,
@@ -276,6 +288,7 @@ CASES: dict[str, Callable[[str], None]] = {
     "page_score": page_score,
     "page_topk": page_topk,
     "prefill": lambda device: attention("prefill", device),
+    "product": product,
     "rotate_keys": rotate_keys,
     "rotate_queries": rotate_queries,
     "sample": sample,
@@ -290,7 +303,7 @@ def main() -> int:
     from octavo.kernels.triton import backend
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default=",".join(backend.__all__), help="ops, separated by commas")
+    parser.add_argument("--only", default=",".join([*backend.__all__, "product"]), help="ops, separated by commas")
     options = parser.parse_args()
     wrong = []
     for op in options.only.split(","):
