@@ -1,10 +1,17 @@
-"""Kernels of this folder: from source to what can be launched, by NVRTC and the driver (package ``cuda-bindings``)."""
+"""Kernels of this folder: from source to what can be launched, by NVRTC and the driver (package ``cuda-bindings``).
+
+A kernel takes a tenth to half a second to compile, the first time that it is needed on a machine.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import importlib
+import logging
+import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,7 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octavo.kernels.cache_dir import cache_dir
+
+_log = logging.getLogger(__name__)
+
 HERE = Path(__file__).parent
+DIGEST = hashlib.sha256
+_OPTIONS = ("--gpu-architecture=sm_90a", "--std=c++17", "-default-device")
 SHARED_BYTES = 228 << 10
 """Shared memory of a multiprocessor; of each block on it a kilobyte is the system's."""
 
@@ -28,12 +41,18 @@ def _bindings() -> tuple[Any, Any]:
 
 @cache
 def usable(device: torch.device) -> bool:
-    """Whether kernels of this folder run on a device: a Hopper GPU, and ``cuda-bindings`` installed."""
+    """Whether kernels of this folder run on a device: a Hopper GPU, with ``cuda-bindings`` and NVRTC installed. A GPU
+    that might and does not is said once."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return False
     try:
-        _bindings()
-    except ImportError:
+        with torch.cuda.device(device):
+            Kernel("nothing", _code("nothing", 'extern "C" __global__ void nothing() {}'), 32, 1024)
+    except ImportError as error:
+        _log.warning("octavo's kernels for Hopper are left out, slower (%s); install octavo[cuda]", error)
+        return False
+    except RuntimeError as error:  # no library of NVRTC's, or one that this driver is too old for
+        _log.warning("octavo's kernels for Hopper are left out, slower (%s)", error)
         return False
     return True
 
@@ -50,22 +69,54 @@ def compiled(name: str, macros: Mapping[str, int], more: str = "") -> bytes:
     Raises:
         HopperError: with the compiler's words.
     """
-    _, nvrtc = _bindings()
     given = "".join(f"#define {macro} {int(value)}\n" for macro, value in macros.items())
-    source = f'{given}#include "hopper.h"\n{more}#line 1\n{(HERE / f"{name}.cu").read_text()}'
-    headers = sorted(HERE.glob("*.h"))
-    texts, names = [header.read_bytes() for header in headers], [header.name.encode() for header in headers]
+    try:
+        return _code(name, f'{given}#include "hopper.h"\n{more}#line 1\n{(HERE / f"{name}.cu").read_text()}')
+    except HopperError as error:
+        error.add_note(f"{name}.cu with {dict(macros)}")
+        raise
+
+
+def _code(name: str, source: str) -> bytes:
+    """A source, compiled, or found in ``$OCTAVO_CACHE/hopper`` under a name that says what it was made from, with a
+    digest of the code behind it."""
+    _, nvrtc = _bindings()
+    headers = {header.name: header.read_text() for header in sorted(HERE.glob("*.h"))}
+    made_from = [source, *headers.values(), *_OPTIONS, str(nvrtc.nvrtcVersion())]
+    file = _cached(DIGEST("\0".join(made_from).encode()).hexdigest()[:32])
+    size = DIGEST().digest_size
+    with suppress(OSError):
+        found = file.read_bytes()
+        if DIGEST(found[:-size]).digest() == found[-size:]:
+            return found[:-size]
+    code = _compile(name, source, headers)
+    with suppress(OSError):  # a cache that cannot be written is none
+        file.parent.mkdir(parents=True, exist_ok=True)
+        part = file.with_suffix(f".{os.getpid()}")
+        part.write_bytes(code + DIGEST(code).digest())
+        part.replace(file)
+    return code
+
+
+def _cached(name: str) -> Path:
+    return cache_dir() / "hopper" / f"{name}.cubin"
+
+
+def _compile(name: str, source: str, headers: Mapping[str, str]) -> bytes:
+    _, nvrtc = _bindings()
+    texts, names = [text.encode() for text in headers.values()], [header.encode() for header in headers]
     made = nvrtc.nvrtcCreateProgram(source.encode(), f"{name}.cu".encode(), len(headers), texts, names)
     program = _done(made, "NVRTC")
-    options = [b"--gpu-architecture=sm_90a", b"--std=c++17", b"-default-device"]
-    (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
-    if int(status):
-        said = b" " * _done(nvrtc.nvrtcGetProgramLogSize(program), "NVRTC")
-        nvrtc.nvrtcGetProgramLog(program, said)
-        raise HopperError(f"{name}.cu does not compile with {dict(macros)}:\n{said.decode().strip()}")
-    code = b" " * _done(nvrtc.nvrtcGetCUBINSize(program), "NVRTC")
-    _done(nvrtc.nvrtcGetCUBIN(program, code), "NVRTC")
-    nvrtc.nvrtcDestroyProgram(program)
+    try:
+        (status,) = nvrtc.nvrtcCompileProgram(program, len(_OPTIONS), [option.encode() for option in _OPTIONS])
+        if int(status):
+            said = b" " * _done(nvrtc.nvrtcGetProgramLogSize(program), "NVRTC")
+            nvrtc.nvrtcGetProgramLog(program, said)
+            raise HopperError(f"NVRTC does not compile {name}.cu:\n{said.decode().strip()}")
+        code = b" " * _done(nvrtc.nvrtcGetCUBINSize(program), "NVRTC")
+        _done(nvrtc.nvrtcGetCUBIN(program, code), "NVRTC")
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
     return code
 
 

@@ -5,6 +5,7 @@
 
 octavo must be importable (installed, or on PYTHONPATH). Results are compared with the reference's, which runs on the
 CPU, so that the sanitizer has nothing else to watch. ``--only decode,append`` runs some. An op without a case fails.
+``--report-api-errors no`` passes over cuda-bindings' asking the driver for functions that it may not have.
 """
 
 import os

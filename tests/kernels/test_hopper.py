@@ -4,6 +4,7 @@ Their results as parts of ops are in test_append_decode.py, test_attention.py an
 """
 
 import re
+from contextlib import nullcontext
 from itertools import product as combinations
 
 import pytest
@@ -48,8 +49,59 @@ def test_product_compiles(way, rows):
 
 
 def test_what_does_not_compile_is_said_with_the_compilers_words():
-    with pytest.raises(compiler.HopperError, match=r"decode\.cu does not compile with .*'D': 128"):
+    with pytest.raises(compiler.HopperError, match=r'(?s)does not compile decode\.cu.*identifier "GROUP"') as caught:
         compiler.compiled("decode", {"D": 128})
+    assert caught.value.__notes__ == ["decode.cu with {'D': 128}"]
+
+
+class TestWhatIsCompiledIsKept:
+    @pytest.fixture(autouse=True)
+    def folder(self, monkeypatch, tmp_path):
+        monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path))
+        return tmp_path / "hopper"
+
+    def test_and_not_compiled_again(self, monkeypatch, folder):
+        code = compiler.compiled("decode", PLAIN)
+        (file,) = folder.iterdir()
+        assert file.read_bytes()[: len(code)] == code
+        monkeypatch.setattr(compiler, "_compile", lambda *given: pytest.fail("compiled again"))
+        assert compiler.compiled("decode", PLAIN) == code
+
+    def test_by_what_it_was_made_from(self, folder):
+        compiler.compiled("decode", PLAIN)
+        compiler.compiled("decode", {**PLAIN, "WINDOW": 5})
+        assert len(list(folder.iterdir())) == 2
+
+    @pytest.mark.parametrize("damaged", [b"", b"short", None], ids=["empty", "short", "a byte"])
+    def test_unless_it_is_damaged(self, folder, damaged):
+        code = compiler.compiled("decode", PLAIN)
+        (file,) = folder.iterdir()
+        whole = file.read_bytes()
+        file.write_bytes(bytes([whole[0] ^ 1]) + whole[1:] if damaged is None else damaged)
+        assert compiler.compiled("decode", PLAIN) == code and file.read_bytes() == whole
+
+    def test_where_a_file_can_be(self, monkeypatch, tmp_path):
+        (tmp_path / "file").touch()
+        monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path / "file"))
+        assert compiler.compiled("decode", PLAIN)
+
+
+@pytest.mark.parametrize("error", [ImportError("no cuda"), RuntimeError("no libnvrtc"), compiler.HopperError("old")])
+def test_a_card_that_could_and_cannot_is_said_once(monkeypatch, caplog, error):
+    def missing():
+        raise error
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(compiler, "_bindings", missing)
+    compiler.usable.cache_clear()
+    card = torch.device("cuda", 0)
+    try:
+        assert not compiler.usable(card) and not compiler.usable(card)
+    finally:
+        compiler.usable.cache_clear()
+    (record,) = caplog.records
+    assert str(error) in record.getMessage() and "slower" in record.getMessage()
 
 
 def test_arguments_are_laid_out_as_the_kernel_reads_them():
