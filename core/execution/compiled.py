@@ -36,8 +36,8 @@ from octavo.core.execution.turning import without_turn
 from octavo.core.interfaces import AttentionStep, LayerTraits
 from octavo.kernels.cpu import decode_op
 from octavo.kernels.cpu.linear import PackedLinears, linear_layers
-from octavo.kernels.products.product import product
 from octavo.kernels.lending import lent
+from octavo.kernels.products.product import product
 
 
 @runtime_checkable

@@ -53,8 +53,8 @@ from octavo.core.memory.digests import DigestStore
 from octavo.core.memory.layer_groups import LayerPlan
 from octavo.core.uploads import upload
 from octavo.kernels import ops
-from octavo.kernels.products.product import choosing
 from octavo.kernels.layout import entry_units
+from octavo.kernels.products.product import choosing
 
 log = logging.getLogger(__name__)
 
