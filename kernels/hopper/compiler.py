@@ -126,7 +126,7 @@ class Kernel:
     def __init__(self, name: str, code: bytes, threads: int, shared_bytes: int, cluster: int = 1) -> None:
         self._driver, _ = _bindings()
         self._threads, self._shared_bytes, self._cluster = threads, shared_bytes, cluster
-        torch.cuda.current_stream()  # the device's context is torch's
+        self._device = torch.cuda.current_device()
         module = _done(self._driver.cuModuleLoadData(code), "loading a kernel")
         self._function = _done(self._driver.cuModuleGetFunction(module, name.encode()), "loading a kernel")
         most = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -144,8 +144,9 @@ class Kernel:
         tensor maps, in the kernel's order."""
         places = [a.getPtr() if hasattr(a, "getPtr") else ctypes.addressof(a) for a in arguments]
         listed = (ctypes.c_void_p * len(places))(*places)
-        config = self._config(grid, torch.cuda.current_stream().cuda_stream)
-        _done(self._driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(listed), 0), "launch")
+        with torch.cuda.device(self._device):
+            config = self._config(grid, torch.cuda.current_stream().cuda_stream)
+            _done(self._driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(listed), 0), "launch")
 
     def _config(self, grid: tuple[int, int], stream: int) -> Any:
         driver = self._driver

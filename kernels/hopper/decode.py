@@ -21,7 +21,7 @@ TILE = 64
 """Slots of a tile of the plan, 16 for each warp."""
 
 THREADS = 128
-MOST_ITEMS = 1 << 16
+MOST_ITEMS = 1 << 14
 """Rows times KV heads."""
 
 STAGES = 2
@@ -100,7 +100,8 @@ def decode(
 ) -> tuple[Tensor, Tensor]:
     """``out [B, Hq, D]`` and ``lse`` fp32 ``[B, Hq]`` of ``reference.decode``, or with ``fresh`` tokens of
     ``reference.append_decode``; what ``serves``. ``table``, ``lengths`` and ``q_pos`` of a call with fresh tokens must
-    not be written by the kernel just before it, which may still run while they are read."""
+    not be written by the kernel just before it, which may still run while they are read. What is captured must have run
+    once before, which compiles it."""
     batch, q_heads, head_dim = q.shape
     units, _, _, kv_heads, unit, _ = pool.shape
     heads, group, entries = lengths.shape[2], q_heads // kv_heads, table.shape[3]
@@ -108,8 +109,8 @@ def decode(
     tuned = settings.launch("decode_hopper", f"{head_dim}", q.device)
     most, min_tiles = programs_a_lane(items, lanes, entries * unit, multiprocessors(q.device), tuned)
     if log.KERNELS:
-        kernel = f"CUDA for Hopper, at most {most} blocks a KV head" if most else "CUDA for Hopper, a block a row"
-        log.chosen("decode", "triton", kernel, pool, query_heads=q_heads, rows=batch, entries=entries, tile=TILE)
+        how = f"CUDA for Hopper, at most {most} blocks a KV head" if most else "CUDA for Hopper, a block a row"
+        log.chosen("decode", "triton", how, pool, query_heads=q_heads, rows=batch, entries=entries, tile=TILE)
 
     out, lse = torch.empty_like(q), q.new_empty((batch, q_heads), dtype=torch.float32)
     part_out = q.new_empty((2 * most, q_heads, head_dim), dtype=torch.float32)
@@ -135,7 +136,7 @@ def decode(
         "ID_SHIFT": ID_SHIFT,
         "VALID_MASK": VALID_MASK,
     }
-    launched = _kernel(q.device.index, _shared_bytes(head_dim, group, unit, STAGES), tuple(constants.items()))
+    kernel = _kernel(q.device.index, _shared_bytes(head_dim, group, unit, STAGES), tuple(constants.items()))
     unit_rows = pool.stride(0) // head_dim
     runs = tensor_map(
         pool,
@@ -175,7 +176,7 @@ def decode(
         scale=scale,
         cap=cap,
     )
-    launched.launch((lanes, most or items), (runs, arguments))
+    kernel.launch((lanes, most or items), (runs, arguments))
     return out, lse
 
 
