@@ -111,7 +111,8 @@ def explain(error: BaseException, root: type, others: Mapping[str, type]) -> str
         return "the value of a group is the name of one of its files, as in engine=default, and no number or mapping"
     if isinstance(error, HydraException | OmegaConfBaseException):
         # Hydra wraps a broken interpolation in an exception without words.
-        return next((str(cause) for cause in chain if str(cause)), type(error).__name__)
+        words = [str(cause).splitlines()[0] for cause in chain if str(cause)] or [type(error).__name__]
+        return ": ".join(dict.fromkeys([words[0], words[-1]]))  # what failed, and why
     return None
 
 

@@ -86,6 +86,7 @@ CASES = {
     "benchmark without its file": ("task=lcc", "task.path has no value; lcc is read from a file"),
     "missing model folder": ("model.path=./nowhere", "no such folder: {cwd}/nowhere"),
     "broken override": ("engine.page_tokens=[", "cannot read the override 'engine.page_tokens=['"),
+    "no list of lists": ("experiment=decode_step shapes=[1,64]", "shapes=[1,64]: Invalid value assigned: int is not"),
     "broken interpolation": ("model.path=${nowhere}", "nowhere"),
     "nothing to resume": ("resume=nowhere", "resume={cwd}/nowhere: no run is there"),
 }
