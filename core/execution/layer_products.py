@@ -14,8 +14,8 @@ from octavo.kernels.products.product import product  # noqa: F401, which makes t
 
 
 def with_products(module: GraphModule) -> GraphModule:
-    """``module`` itself, in which every Linear layer without a bias is a product. What such a layer is added to, if to
-    nothing but one thing of its own shape, the product adds."""
+    """``module`` itself, in which every Linear layer of a weight of its own and without a bias is a product. What such
+    a layer is added to, if to nothing but one thing of its own shape, the product adds."""
     graph = module.graph
     for node in list(graph.nodes):
         if not _is_linear(node):
@@ -35,8 +35,11 @@ def with_products(module: GraphModule) -> GraphModule:
 
 
 def _is_linear(node: Node) -> bool:
-    biased = len(node.args) > 2 and node.args[2] is not None
-    return node.target is torch._C._nn.linear and not biased and not node.kwargs
+    if node.target is not torch._C._nn.linear or node.kwargs:
+        return False
+    weight, biased = node.args[1], len(node.args) > 2 and node.args[2] is not None
+    # A weight that the graph computes may still be under way when a product begins to read it.
+    return isinstance(weight, Node) and weight.op in ("placeholder", "get_attr") and not biased
 
 
 def _residual(node: Node) -> tuple[Node | None, Node | None]:

@@ -1,6 +1,6 @@
 """Kernels of this folder: from source to what can be launched, by NVRTC and the driver (package ``cuda-bindings``).
 
-A kernel takes a tenth to half a second to compile, the first time that it is needed on a machine.
+A kernel takes a tenth to half a second to compile, the first time that a machine needs it.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from octavo.kernels.cache_dir import cache_dir
 _log = logging.getLogger(__name__)
 
 HERE = Path(__file__).parent
-DIGEST = hashlib.sha256
 _OPTIONS = ("--gpu-architecture=sm_90a", "--std=c++17", "-default-device")
+_DIGEST_BYTES = 32
 SHARED_BYTES = 228 << 10
 """Shared memory of a multiprocessor; of each block on it a kilobyte is the system's."""
 
@@ -83,19 +83,22 @@ def _code(name: str, source: str) -> bytes:
     _, nvrtc = _bindings()
     headers = {header.name: header.read_text() for header in sorted(HERE.glob("*.h"))}
     made_from = [source, *headers.values(), *_OPTIONS, str(nvrtc.nvrtcVersion())]
-    file = _cached(DIGEST("\0".join(made_from).encode()).hexdigest()[:32])
-    size = DIGEST().digest_size
+    file = _cached(hashlib.sha256("\0".join(made_from).encode()).hexdigest()[:32])
     with suppress(OSError):
         found = file.read_bytes()
-        if DIGEST(found[:-size]).digest() == found[-size:]:
-            return found[:-size]
+        if _digest(found[:-_DIGEST_BYTES]) == found[-_DIGEST_BYTES:]:
+            return found[:-_DIGEST_BYTES]
     code = _compile(name, source, headers)
     with suppress(OSError):  # a cache that cannot be written is none
         file.parent.mkdir(parents=True, exist_ok=True)
         part = file.with_suffix(f".{os.getpid()}")
-        part.write_bytes(code + DIGEST(code).digest())
+        part.write_bytes(code + _digest(code))
         part.replace(file)
     return code
+
+
+def _digest(code: bytes) -> bytes:
+    return hashlib.sha256(code).digest()
 
 
 def _cached(name: str) -> Path:
@@ -110,10 +113,11 @@ def _compile(name: str, source: str, headers: Mapping[str, str]) -> bytes:
     try:
         (status,) = nvrtc.nvrtcCompileProgram(program, len(_OPTIONS), [option.encode() for option in _OPTIONS])
         if int(status):
-            said = b" " * _done(nvrtc.nvrtcGetProgramLogSize(program), "NVRTC")
+            said = bytes(1 + _done(nvrtc.nvrtcGetProgramLogSize(program), "NVRTC"))  # filled in place
             nvrtc.nvrtcGetProgramLog(program, said)
-            raise HopperError(f"NVRTC does not compile {name}.cu:\n{said.decode().strip()}")
-        code = b" " * _done(nvrtc.nvrtcGetCUBINSize(program), "NVRTC")
+            words = said.decode().rstrip("\0 \n")
+            raise HopperError(f"NVRTC does not compile {name}.cu:\n{words}")
+        code = bytes(_done(nvrtc.nvrtcGetCUBINSize(program), "NVRTC"))  # filled in place
         _done(nvrtc.nvrtcGetCUBIN(program, code), "NVRTC")
     finally:
         nvrtc.nvrtcDestroyProgram(program)

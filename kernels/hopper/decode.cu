@@ -16,7 +16,8 @@
 // the order of the blocks, so that a step is always rounded alike; ``arrivals`` says who, and is left at 0.
 //
 // With FRESH, K and V of the other tokens were written by earlier steps: the rings are filled before the kernel before
-// has ended. Without, who knows what it writes. The next kernel may start when our own K and V are stored.
+// has ended. Without, who knows what it writes. The next kernel may start as soon as all before us have ended, while our
+// own K and V are still under way.
 //
 // Macros: D, GROUP (at most 8), KV_HEADS, HEADS (of the table), U (slots of a unit), STAGES, DIRECT, WINDOW, CAPPED,
 // SINKS, FRESH, ROTARY (numbers of a row that are turned), WIDE_ANGLES and WIDE_SINKS (they are fp32), BF16, and
@@ -69,7 +70,7 @@ decode(const __grid_constant__ TensorMap pool_map, const __grid_constant__ Argum
   }
   ring.begin(a, share);
 #if FRESH  // the kernel before may be one of these, and store the token before ours
-  while (ring.more && ring.filled < STAGES && !(ring.walk.has_end && ring.slot + 16 >= ring.walk.last)) ring.load(a);
+  while (ring.more && ring.filled < STAGES && !(ring.walk.has_end && ring.slot + 16 >= ring.walk.last_slot)) ring.load(a);
   wait_for_earlier_kernels();
 #endif
   let_next_kernel_start();
@@ -127,7 +128,7 @@ decode(const __grid_constant__ TensorMap pool_map, const __grid_constant__ Argum
 #pragma unroll
     for (int i = 0; i < STEPS; i++) acc[i][0] = acc[i][1] = acc[i][2] = acc[i][3] = 0;
 
-    for (int start = share.first + 16 * warp; start < share.last; start += TILE, taken++) {
+    for (int start = share.first_slot + 16 * warp; start < share.last_slot; start += TILE, taken++) {
       const int stage = taken % STAGES;
       const u32 keys = ring.memory + stage * 2 * GROUP_BYTES;
       wait(ring.barriers + 8 * stage, taken / STAGES & 1);
@@ -165,7 +166,7 @@ decode(const __grid_constant__ TensorMap pool_map, const __grid_constant__ Argum
         v[i][2] &= mask1;
         v[i][3] &= mask1;
       }
-      __syncwarp();
+      __syncwarp();  // all have what they need in registers: the masks above have waited for it
       ring.load(a);
 
       bool seen0 = slot0 < valid0, seen1 = slot1 < valid1;

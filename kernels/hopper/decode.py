@@ -26,7 +26,7 @@ MOST_ITEMS = 1 << 14
 
 STAGES = 2
 """Groups of 16 slots in a warp's ring: 64 KB of each block, two of which a multiprocessor holds, keep the memory busy;
-with three a step takes a little longer (docs/results.md)."""
+with three a step of many rows takes a little longer (docs/kernels/decode.md)."""
 
 
 class _Arguments(ctypes.Structure):
@@ -58,13 +58,15 @@ def serves(q: Tensor, fresh: Fresh | None, pool: Tensor, sinks: Tensor | None) -
     """Whether the kernel takes queries ``q [B, Hq, D]``, and new tokens, over a pool."""
     head_dim, group, unit = q.shape[2], q.shape[1] // pool.shape[3], pool.shape[4]
     given = [q] if fresh is None else [q, fresh.k, fresh.v]
-    angles = None if fresh is None else fresh.cos
+    angles = [] if fresh is None or fresh.cos is None or fresh.sin is None else [fresh.cos, fresh.sin]
     return (
         usable(q.device)
+        and not settings.in_trial("decode", "combine")  # which are Triton's
+        and len(q) > 0
         and pool.dtype in (torch.bfloat16, torch.float16)
         and all(x.dtype == pool.dtype and _in_pairs(x) for x in given)
-        and (angles is None or (angles.dtype in (torch.float32, pool.dtype) and _in_pairs(angles)))
-        and (angles is None or angles.shape[1] % 4 == 0)
+        and all(x.dtype in (torch.float32, pool.dtype) and _in_pairs(x) and x.shape[1] % 4 == 0 for x in angles)
+        and len({x.dtype for x in angles}) <= 1
         and (sinks is None or sinks.dtype in (torch.float32, pool.dtype))
         and head_dim in (64, 128)
         and group <= 8
@@ -99,14 +101,15 @@ def decode(
     softcap: float,
 ) -> tuple[Tensor, Tensor]:
     """``out [B, Hq, D]`` and ``lse`` fp32 ``[B, Hq]`` of ``reference.decode``, or with ``fresh`` tokens of
-    ``reference.append_decode``; what ``serves``. ``table``, ``lengths`` and ``q_pos`` of a call with fresh tokens must
-    not be written by the kernel just before it, which may still run while they are read. What is captured must have run
+    ``reference.append_decode``; what ``serves``. All calls over a pool go to one stream. What is captured must have run
     once before, which compiles it."""
+    assert table.dtype == lengths.dtype == q_pos.dtype == torch.int32
+    assert fresh is None or fresh.slots.dtype == torch.int64
     batch, q_heads, head_dim = q.shape
     units, _, _, kv_heads, unit, _ = pool.shape
     heads, group, entries = lengths.shape[2], q_heads // kv_heads, table.shape[3]
     items, lanes = batch * heads, kv_heads // heads
-    tuned = settings.launch("decode_hopper", f"{head_dim}", q.device)
+    tuned = {**settings.launch("decode_hopper", f"{head_dim}", q.device), "BLOCK_N": TILE}
     most, min_tiles = programs_a_lane(items, lanes, entries * unit, multiprocessors(q.device), tuned)
     if log.KERNELS:
         how = f"CUDA for Hopper, at most {most} blocks a KV head" if most else "CUDA for Hopper, a block a row"
@@ -184,6 +187,7 @@ def decode(
 def _arrivals(pool: int, device: torch.device) -> Tensor:
     """Zeros that a launch counts in and leaves as it has found them. One a pool, whose launches follow on one another;
     never given back, as captured graphs hold on to it."""
+    assert not torch.cuda.is_current_stream_capturing(), "a graph would be alone in setting them to zero"
     return torch.zeros(MOST_ITEMS, dtype=torch.int32, device=device)
 
 

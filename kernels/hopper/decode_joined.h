@@ -3,7 +3,7 @@
 
 #include "decode_plan.h"
 
-INLINE float number(const void* of, int at) {
+INLINE float sink_of(const void* of, int at) {
 #if WIDE_SINKS
   return static_cast<const float*>(of)[at];
 #else
@@ -41,7 +41,7 @@ struct Joined {
     const int lane = threadIdx.x % 32;
     float all = lse(), scale = shrink();
 #if SINKS
-    const float sink = number(a.sinks, head) * LOG2E, higher = fmaxf(all, sink);
+    const float sink = sink_of(a.sinks, head) * LOG2E, higher = fmaxf(all, sink);
     const float base = higher == -INFINITE ? 0 : higher;
     const float with_sink = base + log2f(exp2f(all - base) + exp2f(sink - base));
     scale *= all == -INFINITE ? 0 : exp2f(all - with_sink);

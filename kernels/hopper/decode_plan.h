@@ -21,7 +21,8 @@ INLINE Span span_of(const Arguments& a, int item) {
   return span;
 }
 
-// All tiles of a lane, and the programs that share them; none do where a program has a whole item.
+// All tiles of a lane, and the programs that share them: at most as many as the grid has, and none where a program has a
+// whole item.
 struct Plan {
   int total, used;
 
@@ -31,12 +32,12 @@ struct Plan {
   }
 };
 
-// A walk through a share: from item to item, each with the slots [first, last) of it that are ours.
+// A walk through a share: from item to item, each with the slots of it that are ours.
 struct Walk {
   const Span* spans;  // of SPANS items from ``origin`` on
   int origin;
   int item, begin, tiles, now, stop;  // the item, its tiles [begin, begin + tiles) of the lane, our tiles [now, stop)
-  int first, last;
+  int first_slot, last_slot;          // of the item, ours: [first_slot, last_slot)
   bool has_end, whole;
 
   INLINE void enter(const Arguments& a) {
@@ -45,8 +46,8 @@ struct Walk {
     int until = min(stop, begin + tiles);
     has_end = until == begin + tiles && tiles > 0;
     whole = now == begin && until == begin + tiles;
-    first = span.first + (now - begin) * TILE;
-    last = min(span.first + (until - begin) * TILE, span.end) - (FRESH && has_end);
+    first_slot = span.first + (now - begin) * TILE;
+    last_slot = min(span.first + (until - begin) * TILE, span.end) - (FRESH && has_end);
   }
 
   INLINE bool next(const Arguments& a) {

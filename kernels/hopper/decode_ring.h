@@ -17,13 +17,13 @@ struct Ring {
   int* valid;            // [STAGES, ENTRIES], slots that hold tokens
   int table_lane;
   Walk walk;
-  int slot, entry, filled;  // the next group's first slot, and its entries, one in each of the first lanes
+  int slot, entry, filled;  // the next group's first slot, this lane's entry of it, and groups so far
   bool more;
 
   INLINE void begin(const Arguments& a, const Walk& share) {
     const int warp = threadIdx.x / 32;
     walk = share;
-    slot = walk.first + 16 * warp;
+    slot = walk.first_slot + 16 * warp;
     entry = filled = 0;
     more = true;
     settle(a);
@@ -32,13 +32,13 @@ struct Ring {
   // On the next group of this warp, whose entries are asked for: they are there when it is loaded.
   INLINE void settle(const Arguments& a) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    while (more && slot >= walk.last) {
+    while (more && slot >= walk.last_slot) {
       more = walk.next(a);
-      slot = walk.first + 16 * warp;
+      slot = walk.first_slot + 16 * warp;
     }
     if (more && lane < ENTRIES) {
       int b = walk.item / HEADS, head = walk.item % HEADS * LANES + table_lane, at = slot + lane * ROWS;
-      entry = at < walk.last ? a.table[b * a.t_batch + head * a.t_head + at / U] : 0;
+      entry = at < walk.last_slot ? a.table[b * a.t_batch + head * a.t_head + at / U] : 0;
     }
   }
 
@@ -47,7 +47,7 @@ struct Ring {
     const int lane = threadIdx.x % 32, stage = filled % STAGES;
     if (lane < ENTRIES) {
       int head = walk.item % HEADS * LANES + table_lane, at = slot + lane * ROWS, within = at % U;
-      int count = min(min((entry & VALID_MASK) - within, walk.last - at), ROWS);
+      int count = min(min((entry & VALID_MASK) - within, walk.last_slot - at), ROWS);
       valid[stage * ENTRIES + lane] = count;
       if (count > 0) {
         int row = (entry >> ID_SHIFT) * a.unit_rows + a.layer_row + head * U + within;

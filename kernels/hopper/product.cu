@@ -1,25 +1,25 @@
 // A product of few rows on Hopper: out [rows, outputs] = x [rows, inputs] @ weight [outputs, inputs].T (+ residual).
 //
-// With few rows a product is a stream of weights. A cluster of SPLIT blocks takes BM outputs at a time, and each of its
-// blocks a share of the inputs; T tokens (rows, padded) are the columns of what the tensor cores multiply, as the
-// outputs are its 64 rows:
+// With few rows a product is a stream of weights. A cluster of SPLIT blocks takes OUTPUTS outputs at a time, and each of
+// its blocks a share of the inputs; TOKENS tokens (rows, padded) are the columns of what the tensor cores multiply, as
+// the outputs are its rows, 64 at a time:
 //
-//                     inputs  | block 0 of the cluster | block 1 |        a stage of the ring, 128 bytes a row, swizzled:
-//     weight  BM outputs      | step 0 | step 1 | ...  | ...     |            weight [KS][BM][64]
-//             next BM outputs | ...                              |            x      [KS][T][64]
+//              inputs  | block 0 of the cluster | block 1 |       a stage of a block's ring, 128 bytes a row, swizzled:
+//     weight  OUTPUTS  | step 0 | step 1 | ...  | ...     |           weight [WIDE][OUTPUTS][64]
+//             OUTPUTS  | ...                              |           x      [WIDE][TOKENS][64]
 //
 // A warp asks for the stages by the copy engine; one warpgroup multiplies them. The sums of a cluster's blocks are left
 // in shared memory, and each block joins a part of the outputs out of all of them, in the order of the blocks, so that
 // a product is always rounded alike. What does not depend on the kernel before, the first stages of weights, is asked
 // for while that one still runs.
 //
-// Macros: T, BM, KS (steps are 64 KS inputs), STAGES, SPLIT, BF16. multiply() is generated (product.py).
+// Macros: TOKENS, OUTPUTS, WIDE (steps are 64 WIDE inputs), STAGES, SPLIT, BF16. multiply() is generated (product.py).
 
-#define W_BYTES (BM * 128)
-#define X_BYTES (T * 128)
-#define STAGE_BYTES (KS * (W_BYTES + X_BYTES))
-#define PITCH (BM + 4)  // of a token's sums, so that the threads of a warp write to different banks
-#define SLICES (BM / 64)
+#define W_BYTES (OUTPUTS * 128)
+#define X_BYTES (TOKENS * 128)
+#define STAGE_BYTES (WIDE * (W_BYTES + X_BYTES))
+#define PITCH (OUTPUTS + 4)  // of a token's sums, so that the threads of a warp write to different banks
+#define SLICES (OUTPUTS / 64)
 #define MULTIPLIERS 128
 
 INLINE u32 in_block(u32 address, int rank) {
@@ -57,8 +57,8 @@ extern "C" __global__ void __launch_bounds__(MULTIPLIERS + 32, 1)
 product(const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap x, const u16* residual, u16* out,
         int rows, int outputs, int steps, int shares) {
   extern __shared__ __align__(1024) unsigned char memory[];
-  float* sums_of_block = reinterpret_cast<float*>(memory + STAGES * STAGE_BYTES);  // [T, PITCH]
-  u64* barriers = reinterpret_cast<u64*>(sums_of_block + T * PITCH);
+  float* sums_of_block = reinterpret_cast<float*>(memory + STAGES * STAGE_BYTES);  // [TOKENS, PITCH]
+  u64* barriers = reinterpret_cast<u64*>(sums_of_block + TOKENS * PITCH);
   const u32 stages = shared_address(memory), full = shared_address(barriers), empty = full + 8 * STAGES;
   const u32 summed = empty + 8 * STAGES, joined = summed + 8;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -83,8 +83,8 @@ product(const __grid_constant__ TensorMap weight, const __grid_constant__ Tensor
     if (lane == 0) {
       auto load_weight = [&](int stage, int share, int step) {
         arrive_expecting(full + 8 * stage, STAGE_BYTES);
-        for (int k = 0; k < KS; k++)
-          load_box(stages + stage * STAGE_BYTES + k * W_BYTES, &weight, (step * KS + k) * 64, share * BM,
+        for (int k = 0; k < WIDE; k++)
+          load_box(stages + stage * STAGE_BYTES + k * W_BYTES, &weight, (step * WIDE + k) * 64, share * OUTPUTS,
                    full + 8 * stage, READ_ONCE);
       };
       int ahead = 0;
@@ -100,8 +100,8 @@ product(const __grid_constant__ TensorMap weight, const __grid_constant__ Tensor
             wait(empty + 8 * stage, (n / STAGES - 1) & 1);
             load_weight(stage, share, step);
           }
-          for (int k = 0; k < KS; k++)
-            load_box(stages + stage * STAGE_BYTES + KS * W_BYTES + k * X_BYTES, &x, (step * KS + k) * 64, 0,
+          for (int k = 0; k < WIDE; k++)
+            load_box(stages + stage * STAGE_BYTES + WIDE * W_BYTES + k * X_BYTES, &x, (step * WIDE + k) * 64, 0,
                      full + 8 * stage, READ_OFTEN);
         }
     }
@@ -115,20 +115,20 @@ product(const __grid_constant__ TensorMap weight, const __grid_constant__ Tensor
   let_next_kernel_start();
   int n = 0, turn = 0;
   for (int share = cluster; share < shares; share += clusters, turn++) {
-    float sums[SLICES][T / 2];
+    float sums[SLICES][TOKENS / 2];
     if (first == last)
 #pragma unroll
-      for (int i = 0; i < SLICES * T / 2; i++) sums[i / (T / 2)][i % (T / 2)] = 0;
+      for (int i = 0; i < SLICES * TOKENS / 2; i++) sums[i / (TOKENS / 2)][i % (TOKENS / 2)] = 0;
     for (int step = first; step < last; step++, n++) {
       const u32 at = stages + n % STAGES * STAGE_BYTES;
       wait(full + 8 * (n % STAGES), (n / STAGES) & 1);
       asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
-      for (int k = 0; k < 4 * KS; k++)
+      for (int k = 0; k < 4 * WIDE; k++)
 #pragma unroll
         for (int slice = 0; slice < SLICES; slice++)
           multiply(sums[slice], matrix(at + k / 4 * W_BYTES + slice * 8192) + 2 * (k % 4),
-                   matrix(at + KS * W_BYTES + k / 4 * X_BYTES) + 2 * (k % 4), step > first || k > 0);
+                   matrix(at + WIDE * W_BYTES + k / 4 * X_BYTES) + 2 * (k % 4), step > first || k > 0);
       asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
       if (step > first) {  // the step before this one is done with its stage
         asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
@@ -142,16 +142,16 @@ product(const __grid_constant__ TensorMap weight, const __grid_constant__ Tensor
 #pragma unroll
     for (int slice = 0; slice < SLICES; slice++)
 #pragma unroll
-      for (int i = 0; i < T / 2; i++) {
+      for (int i = 0; i < TOKENS / 2; i++) {
         int output = slice * 64 + warp * 16 + lane / 4 + i % 4 / 2 * 8, token = i / 4 * 8 + lane % 4 * 2 + i % 2;
         sums_of_block[token * PITCH + output] = sums[slice][i];
       }
     asm volatile("bar.sync 1, %0;" ::"n"(MULTIPLIERS) : "memory");
     if (threadIdx.x < SPLIT) arrive_in_block(summed, threadIdx.x);
     wait_for_cluster(summed, turn & 1);
-    const int fours = BM / SPLIT / 4;
+    const int fours = OUTPUTS / SPLIT / 4;
     for (int i = threadIdx.x; i < rows * fours; i += MULTIPLIERS) {
-      int token = i / fours, place = rank * (BM / SPLIT) + i % fours * 4, output = share * BM + place;
+      int token = i / fours, place = rank * (OUTPUTS / SPLIT) + i % fours * 4, output = share * OUTPUTS + place;
       float4 sum = make_float4(0, 0, 0, 0);
 #pragma unroll
       for (int r = 0; r < SPLIT; r++) {

@@ -43,7 +43,7 @@ WAYS = (
     Way(128, 2, 2, 1),
     Way(128, 1, 2, 1),
 )
-"""Those that were the fastest for some shape of an 8B model on an H200 (docs/results.md)."""
+"""Those that were among the fastest for some shape of an 8B model on an H200 (docs/kernels/product.md)."""
 
 
 def ways(device: torch.device, rows: int, outputs: int, inputs: int) -> list[Way]:
@@ -86,7 +86,14 @@ def _stages(tokens: int, way: Way) -> int:
 def _kernel(device: int, bf16: bool, tokens: int, way: Way) -> tuple[Kernel, int]:
     """The kernel, and the clusters of it that run at a time."""
     stages = _stages(tokens, way)
-    macros = {"T": tokens, "BM": way.outputs, "KS": way.wide, "STAGES": stages, "SPLIT": way.split, "BF16": bf16}
+    macros = {
+        "TOKENS": tokens,
+        "OUTPUTS": way.outputs,
+        "WIDE": way.wide,
+        "STAGES": stages,
+        "SPLIT": way.split,
+        "BF16": bf16,
+    }
     code = compiled("product", macros, _multiply(tokens, "bf16" if bf16 else "f16"))
     with torch.cuda.device(device):
         kernel = Kernel("product", code, _THREADS, _shared_bytes(tokens, way, stages), way.split)

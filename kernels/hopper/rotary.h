@@ -10,7 +10,7 @@ INLINE float2 pair(float2 numbers) { return numbers; }
 typedef u32 Angles;
 #endif
 
-// Numbers d and d + 1 (d is even) of a row, and what they are turned by: asked for, long before it is known.
+// Numbers d and d + 1 (d is even) of a row, and what they are turned by, as loads that nobody has waited for yet.
 struct Unturned {
   u32 numbers, partners;
   Angles cosines, sines;

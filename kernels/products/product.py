@@ -62,7 +62,9 @@ _noted: ContextVar[dict[tuple[int, Shape], list[Call]] | None] = ContextVar("oct
 
 
 def product(x: Tensor, weight: Tensor, residual: Tensor | None) -> Tensor:
-    """``x [..., K] @ weight [N, K].T``, and ``+ residual [..., N]``; rounded once where an algorithm was chosen."""
+    """``x [..., K] @ weight [N, K].T``, and ``+ residual [..., N]``; rounded once where an algorithm was chosen.
+
+    ``weight`` must not be written by the kernel just before, which may still run while it is read."""
     key = _key(x, weight, residual)
     if key is not None:
         run = _chosen.get(key)
@@ -115,10 +117,12 @@ def _choose(key: tuple[int, Shape], calls: list[Call]) -> Run:
     if not proposals:
         raise RuntimeError("nothing is proposed")
     kept = _kept(device).get(name)
-    if isinstance(kept, str) and kept in proposals:
-        return proposals[kept]
     best, best_s = None, float("inf")
     out = torch.empty((shape.rows, shape.outputs), dtype=shape.dtype, device=calls[0][0].device)
+    if isinstance(kept, str) and kept in proposals:
+        with suppress(RuntimeError):  # no longer, and another one is chosen
+            proposals[kept](*calls[0], out)  # a kernel cannot be loaded while a graph is captured, which comes next
+            return proposals[kept]
     for proposal, run in proposals.items():
         try:
             seconds = _seconds(lambda run=run: [run(*call, out) for call in calls])

@@ -99,6 +99,9 @@ def append_decode(
         cos, sin: [B, R] as for ``append_fused``; a backend may round turned queries once, to the pool's dtype.
         append, decode: the ops of a backend that has no call of its own for both.
 
+    On a GPU the pool, ``table``, ``lengths`` and ``q_pos`` must not be written by the kernel just before, which may
+    still run while they are read, but that it may be another ``append_decode``.
+
     Returns ``out [B, Hq, D]`` in q's dtype.
     """
     if cos is not None and sin is not None:

@@ -26,6 +26,8 @@ FRESH  The row's newest token is not in the pool yet: append and decode in one l
 A tile is BLOCK_N slots, whatever the unit; its entries are fetched one tile ahead so that the loads of K and V never
 wait for the table. Masked rows are loaded as zeros: what lies in an unused slot, NaN included, cannot matter.
 
+On Hopper most of what is asked of this file is served by a kernel in CUDA (``kernels/hopper/decode.py``).
+
 Flash-decoding (Dao et al., 2023) with the query heads packed into the product's rows as in "The Anatomy of a Triton
 Attention Kernel" (arXiv 2511.11581).
 """

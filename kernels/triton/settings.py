@@ -41,6 +41,11 @@ def trial(kernel: str, **values: int) -> Iterator[None]:
             _trial[kernel] = before
 
 
+def in_trial(*kernels: str) -> bool:
+    """Whether the settings of one of these kernels are being tried."""
+    return any(kernel in _trial for kernel in kernels)
+
+
 @cache
 def chip(device: torch.device) -> str:
     """Name of a device's chip as its file has it: ``nvidia-h200``; ``default`` where there is none (the CPU)."""

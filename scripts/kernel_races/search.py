@@ -58,9 +58,14 @@ SURVEYED = tuple(
 )
 
 SPACES: dict[str, dict[str, Space]] = {
-    "decode": {
+    "decode": {  # on Hopper, too, where Triton's kernel runs while its settings are tried
         "128x2": Space(DECODE, _of("K1 decode", FEW_ROWS)),
         "128x2 many": Space(DECODE, _of("K1 decode", MANY_ROWS)),
+    },
+    "decode_hopper": {
+        "128": Space(
+            {"programs_per_sm": (1, 2), "min_split_tokens": (64, 128, 256)}, _of("K1 decode", FEW_ROWS + MANY_ROWS)
+        )
     },
     "combine": {
         "one": Space(COMBINE, _of("K1 decode", ("1 x 1k", "1 x 32k", "1 x 128k"))),

@@ -77,9 +77,10 @@ PRODUCT, LINEAR, ADD = torch.ops.octavo.product, torch._C._nn.linear, operator.a
         (lambda linear, add, x, w, o: (lambda y: (write(o), add(y, x))[1])(linear(x, w)), [PRODUCT, ADD]),
         (lambda linear, add, x, w, o: (write(x), add(linear(x, w), o))[1], [PRODUCT]),
         (lambda linear, add, x, w, o: add(o, linear(add(o, linear(x, w)), w)), [PRODUCT, PRODUCT]),
+        (lambda linear, add, x, w, o: linear(x, add(w, w)), [ADD, LINEAR]),
     ],
     ids=["alone", "no bias", "residual", "residual behind", "bias", "bias by name", "a number", "itself",
-         "wanted twice", "another shape", "two", "x written", "other written", "written before", "chain"],
+         "wanted twice", "another shape", "two", "x written", "other written", "written before", "chain", "a computed weight"],
 )  # fmt: skip
 def test_what_becomes_a_product(build, calls):
     _, targets = graph_of(build)

@@ -13,6 +13,8 @@ import torch
 from octavo.kernels import ops
 from octavo.kernels.hopper import compiler, decode, product
 from octavo.kernels.layout import ID_SHIFT, VALID_MASK, pack_entries
+from octavo.kernels.products import product as products
+from octavo.kernels.products.cublaslt import Shape
 from octavo.kernels.triton import settings
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="octavo[cuda] is not installed")
@@ -44,7 +46,14 @@ def test_product_compiles(way, rows):
     stages = product._stages(tokens, way)
     if stages < product.LEAST_STAGES:
         pytest.skip("not offered")
-    macros = {"T": tokens, "BM": way.outputs, "KS": way.wide, "STAGES": stages, "SPLIT": way.split, "BF16": 1}
+    macros = {
+        "TOKENS": tokens,
+        "OUTPUTS": way.outputs,
+        "WIDE": way.wide,
+        "STAGES": stages,
+        "SPLIT": way.split,
+        "BF16": 1,
+    }
     assert compiler.compiled("product", macros, product._multiply(tokens, "bf16"))
 
 
@@ -187,6 +196,38 @@ def run(way, x, weight):
     out = torch.empty(len(x), len(weight), device=x.device, dtype=x.dtype)
     product.run(way, x, weight, x, out)
     return out
+
+
+@pytest.mark.gpu
+@hopper
+def test_a_choice_that_was_kept_can_be_captured(monkeypatch, tmp_path):
+    """As in the second process on a machine, which has compiled and loaded nothing yet."""
+    monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path))
+    weights = [torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16) / 64 for _ in range(4)]
+    x = torch.randn(3, 4096, device="cuda", dtype=torch.bfloat16)
+    own = next(name for name in products._proposals(0, Shape(3, 4096, 4096, x.dtype, False)) if "hopper" in name)
+    for _ in range(2):
+        monkeypatch.setattr(products, "_chosen", {})
+        product._kernel.cache_clear()
+        products._keep(0, str(Shape(3, 4096, 4096, x.dtype, False)), own)
+        with products.choosing():
+            want = products.product(x, weights[0], None)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            out = products.product(x, weights[0], None)
+        graph.replay()
+        assert (out - want).float().norm() < 0.01 * want.float().norm()
+
+
+@pytest.mark.gpu
+@hopper
+def test_triton_is_what_its_settings_are_tried_on():
+    x = torch.zeros(1, 8, 128, dtype=torch.bfloat16, device="cuda")
+    pool = torch.zeros(2, 1, 2, 8, 16, 128, dtype=torch.bfloat16, device="cuda")
+    assert decode.serves(x, None, pool, None) and not decode.serves(x[:0], None, pool, None)
+    for kernel in ("decode", "combine"):
+        with settings.trial(kernel):
+            assert not decode.serves(x, None, pool, None)
 
 
 @pytest.mark.gpu

@@ -141,6 +141,20 @@ class TestChoosing:
         _, algorithm = the_choice()
         assert algorithm[0] == 2
 
+    def test_a_choice_that_was_kept_has_run_before_it_is_captured(self, monkeypatch):
+        """For that loads its kernel; and if it does not run any more, another one is chosen."""
+        with choosing():
+            product(*inputs())
+        monkeypatch.setattr(products, "_chosen", {})
+        with choosing():
+            product(*inputs())
+        assert the_choice()[0].ran == [2]
+        monkeypatch.setattr(products, "_chosen", {})
+        monkeypatch.setattr(FakeProduct, "refused", 2)
+        with choosing():
+            product(*inputs())
+        assert the_choice()[1][0] == 4 and json.loads(products._file(0).read_text()) == {NAME: "04" * 64}
+
     @pytest.mark.parametrize(
         "text", ["", "[]", "{", *(json.dumps({name: kept}) for name in ("x", NAME) for kept in ("zz", 7, None))]
     )
