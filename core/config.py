@@ -48,7 +48,7 @@ class EngineConfig:
         allocator, eviction: names of policies in ``octavo.core.policies``, or for ``eviction`` an ``EvictionPolicy``.
         host_tokens: slots of the host tier, where pages go that the device gives up; 0 is none.
         kv_dtype: element type of the pool; "auto" is the type in which the model produces its keys.
-        backend: kernels to use; "auto" is Triton on CUDA and the CPU path elsewhere.
+        backend: kernels to use; "auto" is "triton" on CUDA, with CUDA kernels for Hopper, and the CPU path elsewhere.
         execution: how a step is launched. "eager" calls the model's modules one by one. "graph" replays a step that
             only decodes as one CUDA graph, and plans the next step while the device works on this one, so that tokens
             come a step later (elsewhere than on CUDA the same program runs as plain calls). "compiled" does so with

@@ -29,6 +29,7 @@ HOMES = {
     "open_clip": ("multimodal/",),
     "PIL": ("multimodal/", "scripts/"),
     "triton": ("kernels/",),
+    "cuda": ("kernels/hopper/", "core/memory/elastic.py"),
     "transformers": ("core/hf_model.py", "multimodal/", "scripts/"),
 }
 LAZY = {"wandb", "open_clip", "PIL"}

@@ -80,7 +80,8 @@ PRODUCT, LINEAR, ADD = torch.ops.octavo.product, torch._C._nn.linear, operator.a
         (lambda linear, add, x, w, o: linear(x, add(w, w)), [ADD, LINEAR]),
     ],
     ids=["alone", "no bias", "residual", "residual behind", "bias", "bias by name", "a number", "itself",
-         "wanted twice", "another shape", "two", "x written", "other written", "written before", "chain", "a computed weight"],
+         "wanted twice", "another shape", "two", "x written", "other written", "written before", "chain",
+         "a computed weight"],
 )  # fmt: skip
 def test_what_becomes_a_product(build, calls):
     _, targets = graph_of(build)

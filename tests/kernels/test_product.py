@@ -153,7 +153,7 @@ class TestChoosing:
         monkeypatch.setattr(FakeProduct, "refused", 2)
         with choosing():
             product(*inputs())
-        assert the_choice()[1][0] == 4 and json.loads(products._file(0).read_text()) == {NAME: "04" * 64}
+        assert the_choice()[1][0] == 3 and json.loads(products._file(0).read_text()) == {NAME: "03" * 64}
 
     @pytest.mark.parametrize(
         "text", ["", "[]", "{", *(json.dumps({name: kept}) for name in ("x", NAME) for kept in ("zz", 7, None))]
