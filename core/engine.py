@@ -379,8 +379,7 @@ class Engine:
             logits, rows = self._runner.run(plan, self._scheduler)
         self._steps += 1
         try:
-            for chunk in plan.chunks:
-                chunk.settle()
+            plan.settle()
             self._publisher.publish(chunk.sequence for chunk in plan.chunks)
             paused = time.perf_counter()
             failed = self._compaction.run([chunk.sequence for chunk in plan.chunks])

@@ -113,7 +113,7 @@ class Scheduler:
         self._items.begin()
         if self.recorder is not None:
             self.recorder.stepping(self._step, self._pool.evictions)
-        plan = StepPlan(sparing=sparing)
+        plan = StepPlan(sparing=sparing, number=self._step)
         self._end_sources()
         waiting = set(self.waiting)
         admitting = True
@@ -465,7 +465,6 @@ class Scheduler:
             plan.add(Chunk(sequence, start, end - start, draft))
         if self.recorder is not None and not draft:
             self.recorder.placed(sequence, min(sequence.frontier + count, sequence.goal))
-        sequence.served_at = self._step
 
     def _take_pages(self, sequence: Sequence, count: int, plan: StepPlan) -> None:
         """Let a sequence have the pages, of its own, that its next ``count`` tokens are written to."""

@@ -71,7 +71,8 @@ class StepPlan:
     ``batch`` says the same as ``chunks``, which may be missing then, where every one is a token that the device decodes
     by replay; or where it is the last of some that are verified. ``ahead``: it was planned without looking around, so
     that only the tables of the ``changed`` sequences have changed since the last step, and those that ``growth`` tells
-    of. Where it is ``sparing``, nobody gives pages up for it; it is ``short`` where somebody would have to."""
+    of. Where it is ``sparing``, nobody gives pages up for it; it is ``short`` where somebody would have to. Plans are
+    made one after another, and have a ``number``."""
 
     chunks: list[Chunk] = field(default_factory=list)
     copies: list[Units] = field(default_factory=list)
@@ -83,6 +84,7 @@ class StepPlan:
     ahead: bool = False
     sparing: bool = False
     short: bool = False
+    number: int = 0
     changed: list[Sequence] = field(default_factory=list)
     growth: Growth | None = None
     tokens: int = 0
@@ -92,7 +94,10 @@ class StepPlan:
         self.tokens += chunk.count
 
     def settle(self) -> None:
-        """The step is under way: its KV stands for all who come after it in the device's order."""
+        """The step is under way: its KV stands for all who come after it in the device's order. Only now has anybody
+        been served, since a plan that comes to nothing must not cost them their turn."""
+        for chunk in self.chunks:
+            chunk.sequence.served_at = self.number
         if self.batch is not None:
             (self.verification or self.batch).settle()
             return

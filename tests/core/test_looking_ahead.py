@@ -220,6 +220,20 @@ class TestOrder:
         assert kinds(events).count("at once") == 3 and kinds(events)[-3:] == ["launch", "read", "read"]
 
 
+    def test_a_plan_that_comes_to_nothing_costs_nobody_their_turn(self, counting):
+        """Four turns share two tokens a step, and whenever the first one is next, planning ahead is in vain."""
+        engine = counting(step_tokens=2)
+        sessions = [engine.session([10 * number]) for number in range(4)]
+        for session in sessions:
+            session.generate(SamplingParams(max_tokens=1))
+        asked = [SamplingParams(max_tokens=6, logprobs=entries) for entries in (0, None, None, None)]
+        names = [session.submit(params) for session, params in zip(sessions, asked, strict=True)]
+        last = {}
+        for step in range(20):
+            last |= dict.fromkeys(stepped(engine), step)
+        assert [last[name] for name in names] == [10, 10, 12, 12]
+
+
 FIELDS = [
     {},
     {"step_tokens": 3},
