@@ -257,6 +257,7 @@ class Scheduler:
     def park(self, sequence: Sequence) -> None:
         """Let a running sequence keep its pages while it has nothing to compute."""
         self._stop(sequence)
+        sequence.unread = 0  # nobody reads what is drawn behind its end
         self.parked.append(sequence)
         if self.recorder is not None:
             self.recorder.parked(sequence)

@@ -368,6 +368,25 @@ class TestInFlight:
             assert (sample.finish_reason == "abort") == (key == name)
         assert_idle(engine)
 
+    @pytest.mark.parametrize("steps", range(1, 5))
+    def test_a_turn_that_is_aborted_behind_a_launch_that_failed(self, counting, assert_idle, monkeypatch, steps):
+        """A token of it was planned for, and nobody will read that."""
+        engine = counting()
+        session = engine.session([5, 6, 7])
+        turn = session.submit(SamplingParams(max_tokens=20))
+        engine.submit([20] * 30, SamplingParams(max_tokens=3), request_id="b")
+        for _ in range(steps):
+            stepped(engine)
+        broken_forward(engine, 1, monkeypatch)
+        with pytest.raises(MemoryError):
+            engine.step()
+        engine.abort(turn)
+        assert run_on(engine)["b"].samples[0].token_ids == [21, 22, 23]
+        session.append([40])
+        assert session.generate(SamplingParams(max_tokens=3)).samples[0].token_ids == [41, 42, 43]
+        session.close()
+        assert_idle(engine)
+
     def test_pages_that_an_end_brings_are_waited_for_and_nobody_is_preempted(self, counting, assert_idle):
         """The pool has 6 pages. "a" ends with a token that nobody has read while "b" needs a page more."""
         engine = counting(pool_tokens=24, prefix_cache=False, step_tokens=32)
