@@ -327,13 +327,14 @@ class Engine:
         if flight is not None:
             self._land(flight.alive())
 
-    def _land(self, flight: Flight) -> None:
-        """Read the tokens of a flight of living sequences and make news of them."""
+    def _land(self, flight: Flight) -> DecodeBatch | None:
+        """Read the tokens of a flight of living sequences and make news of them. Gives the round behind a verification,
+        if that needs no look around."""
         try:
             if flight.verification is not None:
-                take_verified(self, flight)
-            else:
-                self._take_tokens(flight)
+                return take_verified(self, flight)
+            self._take_tokens(flight)
+            return None
         except BaseException:
             self._start_over()
             raise

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from octavo.core.execution.verification import Verification, take_verified
+from octavo.core.execution.verification import Verification
 from octavo.core.sequence import Sequence
 from octavo.core.step_plan import StepPlan
 
@@ -40,7 +40,7 @@ def plan_ahead(engine: Engine) -> StepPlan | None:
         return None
     if flight.verification is not None:  # where all go on depends on it
         engine._flight = None
-        batch = take_verified(engine, flight)
+        batch = engine._land(flight)
         running = 0 if batch is None else len(batch)
     else:
         verification = Verification.behind(flight.batch, engine.config.step_tokens)

@@ -139,27 +139,41 @@ def take_verified(engine: Engine, flight: Flight) -> DecodeBatch | None:
             continue
         sequence.kv_bytes_read += nbytes
         sequence.drafts.begin()
-        standing = _Standing(sequence, own[:count], drafts)
-        standing.take(1 if look else count)
-        landed.append((standing, look))
-    engine._publisher.publish([s.sequence for s, _ in landed if s.sequence.computed >= s.sequence.full_at])
-    for standing, look in landed:
-        sequence = standing.sequence
-        if not look:
-            request_id = sequence.request.request_id
-            engine._undelivered.append(StepOutput(request_id, sequence.sample, standing.tokens, ""))
-            continue
-        engine._undelivered.append(engine._take(sequence, standing.tokens[0]))
-        while sequence.finish_reason is None and standing.taken < len(standing.tokens):
-            standing.take(1)
-            engine._publisher.publish([sequence])
-            engine._undelivered.append(engine._take(sequence, standing.tokens[standing.taken - 1]))
+        landed.append((_Standing(sequence, own[:count], drafts), look))
+    _take_whole(engine, [standing for standing, look in landed if not look])
+    for standing in [standing for standing, look in landed if look]:
+        _take_singly(engine, standing)
     alive = np.array([sequence.finish_reason is None for sequence in batch.sequences])
     if not alive.any():
         return None
     moved = replace(batch.only(alive), starts=starts[alive])
     engine._runner.resume(flight, alive, moved, last[alive])
     return next_round(moved)
+
+
+def _take_whole(engine: Engine, landed: list[_Standing]) -> None:
+    """Let sequences have all of their tokens, at which nobody looks."""
+    for standing in landed:
+        standing.take(len(standing.tokens))
+    try:
+        engine._publisher.publish([s.sequence for s in landed if s.sequence.computed >= s.sequence.full_at])
+    finally:  # whoever has its tokens hears of them
+        for standing in landed:
+            sequence = standing.sequence
+            output = StepOutput(sequence.request.request_id, sequence.sample, standing.tokens, "")
+            engine._undelivered.append(output)
+
+
+def _take_singly(engine: Engine, standing: _Standing) -> None:
+    """Let a sequence have its tokens up to one that ends it. It has none yet of which publishing might keep the
+    news."""
+    sequence = standing.sequence
+    while sequence.finish_reason is None and standing.taken < len(standing.tokens):
+        sequence.computed = len(sequence.tokens)
+        if sequence.computed >= sequence.full_at:
+            engine._publisher.publish([sequence])
+        standing.take(1)
+        engine._undelivered.append(engine._take(sequence, standing.tokens[standing.taken - 1]))
 
 
 def next_round(batch: DecodeBatch) -> DecodeBatch | None:
