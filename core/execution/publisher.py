@@ -53,7 +53,7 @@ class Publisher:
             found: dict[int, tuple[Node, int]] = {}  # page -> node, priority
             for sequence, number in numbered:
                 page = sequence.tables[group].page(number)
-                if page not in self._pool.index:
+                if page and page not in self._pool.index:
                     found.setdefault(page, (sequence.nodes[number], sequence.request.priority))
             if found:
                 nodes, priorities = zip(*found.values(), strict=True)
@@ -63,10 +63,13 @@ class Publisher:
                 self._pool.unchain(sequence.table.pages(done, full))
 
     def _enter(self, sequence: Sequence, done: int, full: int) -> None:
-        """Give a sequence the nodes of its pages ``done`` to ``full`` (exclusive)."""
+        """Give a sequence the nodes of its pages ``done`` to ``full`` (exclusive). Where that has failed before, some
+        of them may be gone by now, behind a window."""
         front: Parent = sequence.nodes[-1] if done else sequence.request.root
         for number, (key, content) in enumerate(sequence.keyed(done, full), done):
-            front = node = self._pool.index.enter(key, front, *content, lent=sequence.layout.lent(number))
+            passed = not any(table.page(number) for table in sequence.tables)
+            lent = passed or sequence.layout.lent(number)
+            front = node = self._pool.index.enter(key, front, *content, lent=lent)
             sequence.nodes.append(node)
             self._published(key, sequence)
 

@@ -21,7 +21,7 @@ from octavo.sparse.method import Method
 from octavo.sparse.scorers import Random
 
 from .mixed_requests import GREEDY, found, run, tokens
-from .test_state_machine import Traffic, prompts
+from .test_state_machine import DRAFTING, Traffic, prompts
 
 CORE = Path(core.__file__).parent
 PLAIN = [
@@ -218,7 +218,6 @@ class TestOrder:
             seen += stepped(engine).get("a", [])
         assert seen == list(range(6, 18))
         assert kinds(events).count("at once") == 3 and kinds(events)[-3:] == ["launch", "read", "read"]
-
 
     def test_a_plan_that_comes_to_nothing_costs_nobody_their_turn(self, counting):
         """Four turns share two tokens a step, and whenever the first one is next, planning ahead is in vain."""
@@ -526,6 +525,49 @@ def test_nor_where_a_window_passes_pages(damage, at, model, request, engine_for,
         engine.check()
     assert found([done[str(number)] for number in range(len(PLAIN))], False) == found(expected, False)
     assert_idle(engine)
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("at", range(1, 9))
+@pytest.mark.parametrize("followed", [False, True], ids=["ids", "text"])
+def test_nor_where_drafts_are_verified(
+    damage, at, followed, t_model, engine_for, piece_tokenizer, assert_idle, monkeypatch
+):
+    tokenizer = piece_tokenizer([chr(40 + i) for i in range(128)]) if followed else None
+    requests = [(tokens(17, seed), SamplingParams(max_tokens=14, ignore_eos=True)) for seed in range(2)]
+    expected = run(engine_for(t_model, tokenizer), requests)
+    engine, seen, text = engine_for(t_model, tokenizer, execution="graph", method=DRAFTING), {}, {}
+    for number, (prompt, params) in enumerate(requests):
+        engine.submit(prompt, params, request_id=str(number))
+    damage(engine, at, monkeypatch)
+    while engine.has_work():
+        try:
+            for out in engine.step():
+                seen.setdefault(out.request_id, []).extend(out.new_token_ids)
+                text[out.request_id] = text.get(out.request_id, "") + out.new_text
+        except (MemoryError, KeyboardInterrupt):
+            engine.check()
+        engine.check()
+    for number, completion in enumerate(expected):
+        assert seen[str(number)] == completion.samples[0].token_ids
+        assert text[str(number)] == completion.samples[0].text
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize("model", ["w_model", "g_model"])
+@pytest.mark.parametrize("execution", ["eager", "graph"])
+def test_a_page_that_a_window_passes_before_it_was_published_is_none(
+    model, execution, request, engine_for, drain, monkeypatch
+):
+    engine = engine_for(request.getfixturevalue(model), execution=execution, step_tokens=16)
+    broken_publisher(engine, 1, monkeypatch)
+    engine.submit(tokens(40), GREEDY, request_id="a")
+    with pytest.raises(MemoryError):
+        engine.step()
+    wanted = drain(engine).tokens_of("a")
+    assert 0 not in engine._pool.index
+    engine.submit(tokens(40), GREEDY, request_id="again")
+    assert drain(engine).tokens_of("again") == wanted
 
 
 params = st.builds(
