@@ -53,6 +53,12 @@ from octavo.core.uploads import upload
 from octavo.kernels.zero_copy import VirtualRows
 
 
+def computes_beside(device: torch.device) -> bool:
+    """Whether a device computes while the host goes on. On a CPU whoever launches waits for it, so that what is read
+    later is later, and nothing else."""
+    return device.type == "cuda"
+
+
 class StepRunner:
     """Runs planned steps on the device. Owns the pool's memory, the device tables, the digests, and what methods have
     of their pages in the host tier: ``hosted``, by composition.
@@ -111,6 +117,7 @@ class StepRunner:
                 self._program, self._tables, self.choosers, self._runs, self._digest_store, self.accounts,
                 self._page_tokens,
             )  # fmt: skip
+        self._beside = computes_beside(kv.device)
         self._pieces: PiecewisePass | None = None
         if self._program is not None and kv.device.type == "cuda":
             self._pieces = PiecewisePass(model, kv, plan, backend, config.max_seqs)
@@ -207,13 +214,13 @@ class StepRunner:
 
     def launches(self, plan: StepPlan) -> bool:
         """Whether the tokens of a plan may be read later: ``launch`` it. If all of it can be replayed, it has a batch
-        from now on."""
+        from now on; else it is worth while only where the device computes beside the host."""
         if self._replayer is None:
             return False
         found = self._replayer.batch_of(plan.chunks)
         plan.verification = found if isinstance(found, Verification) else None
         plan.batch = found.batch if isinstance(found, Verification) else found
-        return plan.batch is not None or all(chunk.sequence.is_plain for chunk in plan.chunks)
+        return plan.batch is not None or (self._beside and all(chunk.sequence.is_plain for chunk in plan.chunks))
 
     def carries(self, batch: DecodeBatch) -> bool:
         """Whether the device can decode on with a batch before its last tokens are read."""

@@ -46,6 +46,14 @@ def host_tier_for(engine_for):
     return build
 
 
+@pytest.fixture(scope="module")
+def as_if_beside():
+    """Engines plan as if the device went on computing while the host plans, which a CPU does not."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("octavo.core.execution.step_runner.computes_beside", lambda device: True)
+        yield
+
+
 @pytest.fixture(scope="session")
 def give_everything_up():
     """Reclaim an engine's idle sessions and have every idle page evicted, and what the host tier keeps of them

@@ -41,6 +41,7 @@ def pythons_own_handler():
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.usefixtures("as_if_beside")
 @pytest.mark.parametrize(("execution", "n"), [("eager", 2), ("graph", 1)])
 def test_any_line_of_a_step(execution, n, t_model, engine_for, host_tier_for, assert_nothing_held):
     """Small pool, host tier and growth, so that steps evict, copy, restore and preempt; single samples are planned

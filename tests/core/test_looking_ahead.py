@@ -23,6 +23,8 @@ from octavo.sparse.scorers import Random
 from .mixed_requests import GREEDY, found, run, tokens
 from .test_state_machine import DRAFTING, Traffic, prompts
 
+pytestmark = pytest.mark.usefixtures("as_if_beside")
+
 CORE = Path(core.__file__).parent
 PLAIN = [
     (tokens(1), SamplingParams(max_tokens=20, ignore_eos=True)),
@@ -636,3 +638,17 @@ def test_traffic(request, engine_for, assert_idle, name, fields, examples):
     )
     run_state_machine_as_test(machine, settings=settings(max_examples=examples, stateful_step_count=40))
     assert min(totals.values()) > 0 and sum(ahead) > 2 * examples, f"the traffic was too light: {totals}, {ahead}"
+
+
+class TestOnACpu:
+    """Whoever launches waits there: a prompt's token that is read behind the next step is only late."""
+
+    @pytest.fixture(autouse=True)
+    def a_cpu(self, monkeypatch):
+        monkeypatch.setattr("octavo.core.execution.step_runner.computes_beside", lambda device: device.type == "cuda")
+
+    def test_a_prompts_token_comes_with_its_step(self, t_model, engine_for):
+        engine = engine_for(t_model, execution="graph", step_tokens=8)
+        for prompt in (list(range(8)), list(range(8, 16))):
+            engine.submit(prompt, SamplingParams(max_tokens=4, ignore_eos=True))
+        assert [len(engine.step()) for _ in range(2)] == [1, 1]
