@@ -19,11 +19,10 @@ from pathlib import Path
 
 import torch
 
-from octavo.kernels.cache_dir import cache_dir
+from octavo.kernels.cache_dir import cache_dir, code_in, put_code
 from octavo.kernels.cpu import processor
 
 FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fexceptions", "-fPIC", "-shared")
-DIGEST = hashlib.sha256
 ABI = Path(__file__).with_name("torch_abi.h")
 
 _log = logging.getLogger(__name__)
@@ -47,7 +46,7 @@ def library(
         command = [*compiler, *FLAGS, *flags]
         texts = [path.read_text("utf-8") for path in (source, *headers)]
         made_from = [*texts, *command[1:], *links, _version(compiler), processor.flags()]
-        name = DIGEST("\0".join(made_from).encode(errors="surrogateescape")).hexdigest()[:32] + ".so"
+        name = hashlib.sha256("\0".join(made_from).encode(errors="surrogateescape")).hexdigest()[:32] + ".so"
         return ctypes.CDLL(str(_built(cache_dir() / "kernels" / name, [*command, str(source)], links)))
     except (OSError, ValueError, RuntimeError, subprocess.CalledProcessError) as error:
         # RuntimeError: there is no home folder; ValueError: $CC has an open quote
@@ -65,28 +64,14 @@ def op_library(source: Path, headers: tuple[Path, ...]) -> ctypes.CDLL | None:
 
 
 def _built(library: Path, command: list[str], links: tuple[str, ...]) -> Path:
-    """``library``, compiled if it is not there: beside its place and moved in, for other processes may want it too.
-
-    A digest of the code, which no loader looks at, follows it: a file that was cut short would end the process.
-    """
-    if not _is_whole(library):
+    """``library``, compiled if it is not there."""
+    if code_in(library) is None:
         library.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=library.parent) as folder:
             made = Path(folder) / library.name
             _run([*command, "-o", str(made), *links, "-lm"], check=True)
-            code = made.read_bytes()
-            made.write_bytes(code + DIGEST(code).digest())
-            os.replace(made, library)
+            put_code(library, made.read_bytes())
     return library
-
-
-def _is_whole(library: Path) -> bool:
-    try:
-        code = library.read_bytes()
-    except OSError:
-        return False
-    size = DIGEST().digest_size
-    return DIGEST(code[:-size]).digest() == code[-size:]
 
 
 @cache

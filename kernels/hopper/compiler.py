@@ -9,7 +9,6 @@ import ctypes
 import hashlib
 import importlib
 import logging
-import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
@@ -19,13 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.kernels.cache_dir import cache_dir
+from octavo.kernels.cache_dir import cache_dir, code_in, put_code
 
 _log = logging.getLogger(__name__)
 
 HERE = Path(__file__).parent
 _OPTIONS = ("--gpu-architecture=sm_90a", "--std=c++17", "-default-device")
-_DIGEST_BYTES = 32
 SHARED_BYTES = 228 << 10
 """Shared memory of a multiprocessor; of each block on it a kilobyte is the system's."""
 
@@ -78,31 +76,18 @@ def compiled(name: str, macros: Mapping[str, int], more: str = "") -> bytes:
 
 
 def _code(name: str, source: str) -> bytes:
-    """A source, compiled, or found in ``$OCTAVO_CACHE/hopper`` under a name that says what it was made from, with a
-    digest of the code behind it."""
+    """A source, compiled, or found in ``$OCTAVO_CACHE/hopper`` under a name that says what it was made from."""
     _, nvrtc = _bindings()
     headers = {header.name: header.read_text() for header in sorted(HERE.glob("*.h"))}
     made_from = [source, *headers.values(), *_OPTIONS, str(nvrtc.nvrtcVersion())]
-    file = _cached(hashlib.sha256("\0".join(made_from).encode()).hexdigest()[:32])
-    with suppress(OSError):
-        found = file.read_bytes()
-        if _digest(found[:-_DIGEST_BYTES]) == found[-_DIGEST_BYTES:]:
-            return found[:-_DIGEST_BYTES]
-    code = _compile(name, source, headers)
-    with suppress(OSError):  # a cache that cannot be written is none
-        file.parent.mkdir(parents=True, exist_ok=True)
-        part = file.with_suffix(f".{os.getpid()}")
-        part.write_bytes(code + _digest(code))
-        part.replace(file)
+    digest = hashlib.sha256("\0".join(made_from).encode()).hexdigest()[:32]
+    file = cache_dir() / "hopper" / f"{digest}.cubin"
+    code = code_in(file)
+    if code is None:
+        code = _compile(name, source, headers)
+        with suppress(OSError):  # a cache that cannot be written is none
+            put_code(file, code)
     return code
-
-
-def _digest(code: bytes) -> bytes:
-    return hashlib.sha256(code).digest()
-
-
-def _cached(name: str) -> Path:
-    return cache_dir() / "hopper" / f"{name}.cubin"
 
 
 def _compile(name: str, source: str, headers: Mapping[str, str]) -> bytes:

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -31,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octavo.kernels.cache_dir import cache_dir
+from octavo.kernels.cache_dir import cache_dir, put
 from octavo.kernels.hopper import product as hopper
 from octavo.kernels.hopper.compiler import usable
 from octavo.kernels.products import cublaslt
@@ -187,11 +186,7 @@ def _keep(device: int, name: str, proposal: str) -> None:
     """Add a choice to those that are kept by now."""
     kept = {**_kept(device), name: proposal}
     with suppress(OSError):  # a cache that cannot be written is none
-        file = _file(device)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        part = file.with_suffix(f".{os.getpid()}")
-        part.write_text(json.dumps(kept, indent=1))
-        part.replace(file)
+        put(_file(device), json.dumps(kept, indent=1).encode())
 
 
 _library = torch.library.Library("octavo", "FRAGMENT")
