@@ -79,7 +79,7 @@ decode(const __grid_constant__ TensorMap pool_map, const __grid_constant__ Argum
   // The queries of an item: asked for while the one before is attended to, turned behind it.
   Unturned coming[PAIRS];
   auto fetch_queries = [&](const Walk& of) {
-    const int b = of.item / HEADS, head = of.item % HEADS * LANES + table_lane;
+    const int b = of.item / HEADS, head = head_of(of.item, table_lane);
 #pragma unroll
     for (int i = 0; i < PAIRS; i++) {
       int at = 2 * (threadIdx.x + 128 * i), row = at / D;
@@ -100,7 +100,7 @@ decode(const __grid_constant__ TensorMap pool_map, const __grid_constant__ Argum
   int taken = 0, part = 2 * program;
   bool again;
   do {
-    const int b = share.item / HEADS, head = share.item % HEADS * LANES + table_lane, position = a.q_pos[b];
+    const int b = share.item / HEADS, head = head_of(share.item, table_lane), position = a.q_pos[b];
     Walk following = share;
     again = following.next(a);
 

@@ -48,10 +48,10 @@ class _Arguments(ctypes.Structure):
     ]
 
 
-def _shared_bytes(head_dim: int, group: int, unit: int, stages: int) -> int:
+def _shared_bytes(head_dim: int, group: int, unit: int) -> int:
     """As decode.cu lays it out: rings, what is joined, queries, barriers, spans, valid counts, the plan."""
     joined = group * (4 * head_dim + 9 + head_dim // 2) + group % 2
-    return 4 * stages * (4 * 16 * head_dim + 8 + 4 * max(16 // unit, 1)) + 4 * joined + 12 * 64 + 24
+    return 4 * STAGES * (4 * 16 * head_dim + 8 + 4 * max(16 // unit, 1)) + 4 * joined + 12 * 64 + 24
 
 
 def serves(q: Tensor, fresh: Fresh | None, pool: Tensor, sinks: Tensor | None) -> bool:
@@ -139,7 +139,7 @@ def decode(
         "ID_SHIFT": ID_SHIFT,
         "VALID_MASK": VALID_MASK,
     }
-    kernel = _kernel(q.device.index, _shared_bytes(head_dim, group, unit, STAGES), tuple(constants.items()))
+    kernel = _kernel(q.device.index, _shared_bytes(head_dim, group, unit), tuple(constants.items()))
     unit_rows = pool.stride(0) // head_dim
     runs = tensor_map(
         pool,

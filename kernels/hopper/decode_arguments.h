@@ -36,3 +36,5 @@ INLINE float scaled(float dots, float scale, float cap) {  // kernels/triton/til
 #endif
   return score;
 }
+
+INLINE int head_of(int item, int lane) { return item % HEADS * LANES + lane; }  // the KV head

@@ -69,7 +69,7 @@ INLINE void finish_empty(const Arguments& a, int table_lane, int program, int us
   for (int item = program; item < a.items; item += used)
     if (span_of(a, item).tiles == 0)
       for (int row = threadIdx.x / 32; row < GROUP; row += 4)
-        Joined().finish(a, item / HEADS, (item % HEADS * LANES + table_lane) * GROUP + row);
+        Joined().finish(a, item / HEADS, head_of(item, table_lane) * GROUP + row);
 }
 
 // Join the parts that blocks have left of one item.

@@ -37,7 +37,7 @@ struct Ring {
       slot = walk.first_slot + 16 * warp;
     }
     if (more && lane < ENTRIES) {
-      int b = walk.item / HEADS, head = walk.item % HEADS * LANES + table_lane, at = slot + lane * ROWS;
+      int b = walk.item / HEADS, head = head_of(walk.item, table_lane), at = slot + lane * ROWS;
       entry = at < walk.last_slot ? a.table[b * a.t_batch + head * a.t_head + at / U] : 0;
     }
   }
@@ -46,7 +46,7 @@ struct Ring {
     if (!more) return;
     const int lane = threadIdx.x % 32, stage = filled % STAGES;
     if (lane < ENTRIES) {
-      int head = walk.item % HEADS * LANES + table_lane, at = slot + lane * ROWS, within = at % U;
+      int head = head_of(walk.item, table_lane), at = slot + lane * ROWS, within = at % U;
       int count = min(min((entry & VALID_MASK) - within, walk.last_slot - at), ROWS);
       valid[stage * ENTRIES + lane] = count;
       if (count > 0) {

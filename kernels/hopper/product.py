@@ -85,19 +85,22 @@ def _stages(tokens: int, way: Way) -> int:
 @cache
 def _kernel(device: int, bf16: bool, tokens: int, way: Way) -> tuple[Kernel, int]:
     """The kernel, and the clusters of it that run at a time."""
-    stages = _stages(tokens, way)
+    shared_bytes = _shared_bytes(tokens, way, _stages(tokens, way))
+    with torch.cuda.device(device):
+        kernel = Kernel("product", _code(bf16, tokens, way), _THREADS, shared_bytes, way.split)
+        return kernel, kernel.most_clusters
+
+
+def _code(bf16: bool, tokens: int, way: Way) -> bytes:
     macros = {
         "TOKENS": tokens,
         "OUTPUTS": way.outputs,
         "WIDE": way.wide,
-        "STAGES": stages,
+        "STAGES": _stages(tokens, way),
         "SPLIT": way.split,
         "BF16": bf16,
     }
-    code = compiled("product", macros, _multiply(tokens, "bf16" if bf16 else "f16"))
-    with torch.cuda.device(device):
-        kernel = Kernel("product", code, _THREADS, _shared_bytes(tokens, way, stages), way.split)
-        return kernel, kernel.most_clusters
+    return compiled("product", macros, _multiply(tokens, "bf16" if bf16 else "f16"))
 
 
 def _multiply(tokens: int, kind: str) -> str:

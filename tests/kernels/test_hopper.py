@@ -43,18 +43,9 @@ def test_decode_compiles(other):
 @pytest.mark.parametrize("rows", [1, 33, 128])
 def test_product_compiles(way, rows):
     tokens = product._padded(rows)
-    stages = product._stages(tokens, way)
-    if stages < product.LEAST_STAGES:
+    if product._stages(tokens, way) < product.LEAST_STAGES:
         pytest.skip("not offered")
-    macros = {
-        "TOKENS": tokens,
-        "OUTPUTS": way.outputs,
-        "WIDE": way.wide,
-        "STAGES": stages,
-        "SPLIT": way.split,
-        "BF16": 1,
-    }
-    assert compiler.compiled("product", macros, product._multiply(tokens, "bf16"))
+    assert product._code(True, tokens, way)
 
 
 def test_what_does_not_compile_is_said_with_the_compilers_words():
@@ -122,7 +113,7 @@ def test_arguments_are_laid_out_as_the_kernel_reads_them():
 
 def test_blocks_find_room():
     for head_dim, group, unit in combinations((64, 128), range(1, 9), (8, 16, 32, 64)):
-        shared = decode._shared_bytes(head_dim, group, unit, decode.STAGES)
+        shared = decode._shared_bytes(head_dim, group, unit)
         blocks = settings.launch("decode_hopper", str(head_dim), torch.device("cpu"))["programs_per_sm"]
         assert blocks * (shared + 1024) <= compiler.SHARED_BYTES
     for rows, way in combinations(range(1, product.MOST_ROWS + 1), product.WAYS):
