@@ -159,6 +159,23 @@ class Traffic(RuleBasedStateMachine):
             assert one == (other and pytest.approx(other, abs=1e-3))
 
 
+def fixtures_of(roomy, **others):
+    """What a machine runs on: ``alone`` completes a prompt in a ``roomy`` engine, once; ``failing`` stands for what has
+    no room; and ``others``."""
+    known = {}
+
+    def alone(prompt, params):
+        key = tuple(prompt), repr(params)
+        if key not in known:
+            known[key] = roomy.generate([prompt], params)[0]
+        return known[key]
+
+    def failing(*_):
+        raise MemoryError("no room")
+
+    return SimpleNamespace(alone=alone, failing=failing, **others)
+
+
 @pytest.mark.parametrize("examples", [8, pytest.param(40, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "name, fields",
@@ -185,23 +202,13 @@ class Traffic(RuleBasedStateMachine):
 )
 def test_traffic(request, engine_for, assert_idle, name, fields, examples):
     model = request.getfixturevalue(name)
-    roomy, known = engine_for(model, prefix_cache=False), {}
-
-    def alone(prompt, params):
-        key = tuple(prompt), repr(params)
-        if key not in known:
-            known[key] = roomy.generate([prompt], params)[0]
-        return known[key]
-
-    def failing(*_):
-        raise MemoryError("no room")
-
     totals = dict.fromkeys(["preemptions", "copies"], 0)
     if fields.get("prefix_cache", True):
         totals |= dict.fromkeys(["hit_tokens", "evictions"], 0)
     machine = type("Traffic", (Traffic,), {})
-    machine.fixtures = SimpleNamespace(
-        tight=lambda: engine_for(model, **fields), alone=alone, assert_idle=assert_idle, failing=failing, totals=totals
-    )
+    machine.fixtures = fixtures_of(
+        engine_for(model, prefix_cache=False),
+        tight=lambda: engine_for(model, **fields), assert_idle=assert_idle, totals=totals,
+    )  # fmt: skip
     run_state_machine_as_test(machine, settings=settings(max_examples=examples, stateful_step_count=40))
     assert min(totals.values()) > examples // 3, f"the traffic was too light: {totals}"
