@@ -246,8 +246,8 @@ class Engine:
         """One forward pass for whoever is next, and the news it brings.
 
         If it raises, no news is lost and every request goes on with the next step. Ctrl-C ends a forward pass at once,
-        and waits for the end of everything else. Where decode steps are replayed (``execution``), their tokens, and
-        those of steps with prompts in them, come with the step after.
+        and waits for the end of everything else. Where decode steps are replayed (``execution``), their tokens, and on
+        a GPU those of steps with prompts in them, come with the step after.
         """
         self._step()
         self._pool.raise_policy_failure()

@@ -382,14 +382,19 @@ class Scheduler:
         if not self._could_fit(fresh, match, len(victims)):  # what was hoped for could not be had
             return False
         found = match.device_pages
-        if plan.sparing and (
-            len(self.running) >= self._config.max_seqs or fresh + self._pool.idle_among(found) > self._pool.available
-        ):
+
+        def no_place() -> bool:
+            return len(self.running) >= self._config.max_seqs
+
+        def no_pages() -> bool:
+            return fresh + self._pool.idle_among(found) > self._pool.available
+
+        if plan.sparing and (no_place() or no_pages()):
             plan.short = True
             return False
-        while len(self.running) >= self._config.max_seqs:
+        while no_place():
             self._preempt(victims.pop(), plan)
-        while fresh + self._pool.idle_among(found) > self._pool.available:
+        while no_pages():
             if self.parked:
                 self._reclaim()
             elif victims:

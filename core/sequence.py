@@ -187,7 +187,12 @@ class Sequence:
     @property
     def goal(self) -> int:
         """Tokens to compute: all of them, but for the last one when its successor is not wanted."""
-        return len(self.tokens) - 1 if self.forced else len(self.tokens) + self.unread
+        return len(self.tokens) - 1 if self.forced else self.length
+
+    @property
+    def length(self) -> int:
+        """Tokens that it has, read or not."""
+        return len(self.tokens) + self.unread
 
     @property
     def drafting(self) -> bool:
@@ -337,7 +342,7 @@ class Sequence:
         return (
             (request.drafts_on_device if self.drafting else request.draws_on_device)
             and self._draws_alone
-            and self.computed + 1 == len(self.tokens) + self.unread
+            and self.computed + 1 == self.length
             and (request.method is None or self.sparse_span(self.computed) is not None)
         )
 

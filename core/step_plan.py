@@ -34,14 +34,13 @@ class Chunk:
     @property
     def verifies(self) -> bool:
         """Whether its last tokens are drafts, to be verified."""
-        return not self.draft and self.end > len(self.sequence.tokens) + self.sequence.unread
+        return not self.draft and self.end > self.sequence.length
 
     def settle(self) -> None:
         """It is computed: its KV stands as far as its tokens are known."""
         if self.draft:
             return
-        known = len(self.sequence.tokens) + self.sequence.unread
-        counts, drafts = self.sequence.drafts.counts, max(0, self.end - known)
+        counts, drafts = self.sequence.drafts.counts, max(0, self.end - self.sequence.length)
         counts.verifications += drafts > 0
         counts.drafted += drafts
         self.sequence.computed = self.end - drafts

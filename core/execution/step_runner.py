@@ -146,14 +146,15 @@ class StepRunner:
         self._make_ready(scheduler)
         if self._program is not None:
             self._program.state.pass_by()
-        chunks = sorted(plan.chunks, key=self._packing)
-        step, rows = self._build(chunks)
-        logits = self._compute(chunks, step, rows)
+        chunks, step, rows, logits = self._compute(plan.chunks)
         self.accounts.step(step, chunks, self.hosted)
         return logits, rows
 
-    def _compute(self, chunks: list[Chunk], step: PagedStep, rows: list[Row]) -> Tensor:
-        """The fp32 logits of ``rows`` of packed chunks."""
+    def _compute(self, planned: list[Chunk]) -> tuple[list[Chunk], PagedStep, list[Row], Tensor]:
+        """Pack chunks and compute them: in their order then, with the rows that somebody wants and fp32 logits of
+        these."""
+        chunks = sorted(planned, key=self._packing)
+        step, rows = self._build(chunks)
         positions = np.concatenate([np.arange(c.start, c.end) for c in chunks])
         first = dict(zip(map(id, chunks), np.cumsum([0, *(c.count for c in chunks)]).tolist(), strict=False))
         wanted = np.array([first[id(r.chunk)] + r.position - r.chunk.start for r in rows], np.int64)
@@ -171,7 +172,7 @@ class StepRunner:
         except BaseException:
             self._forget_frames(chunks)
             raise
-        return logits.float()
+        return chunks, step, rows, logits.float()
 
     def _ids(self, chunks: list[Chunk]) -> Tensor:
         """The token ids of packed chunks; those that the host does not know are on the device."""
@@ -252,9 +253,7 @@ class StepRunner:
         """The same of chunks of plain sequences."""
         assert self._replayer is not None
         self._make_ready(scheduler)
-        chunks = sorted(planned, key=self._packing)
-        step, rows = self._build(chunks)
-        logits = self._compute(chunks, step, rows)
+        chunks, step, rows, logits = self._compute(planned)
         for group in step.decodes:
             self.accounts.spared(group.slots_spared)
         if not rows:
