@@ -1,5 +1,5 @@
 """A layer's graph with its Linear layers as ``octavo::product``: for steps of few rows, in which that may choose how it
-multiplies, and adds the residual on the way (``kernels/products/product.py``)."""
+multiplies, and adds the residual or gates on the way (``kernels/products/product.py``)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import operator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
 from octavo.core.execution.graph_writes import written_between
@@ -15,23 +16,36 @@ from octavo.kernels.products.product import product  # noqa: F401, which makes t
 
 def with_products(module: GraphModule) -> GraphModule:
     """``module`` itself, in which every Linear layer of a weight of its own and without a bias is a product. What such
-    a layer is added to, if to nothing but one thing of its own shape, the product adds."""
+    a layer is added to, if to nothing but one thing of its own shape, the product adds; and where gate and up are one
+    Linear layer (``joined_linears.py``), it gates."""
     graph = module.graph
     for node in list(graph.nodes):
         if not _is_linear(node):
             continue
         x, weight = node.args[:2]
+        gate = _gate(node)
+        if gate is not None:
+            activation, halves, last = gate
+            _replace(last, torch.ops.octavo.gated_product, (x, weight, activation))
+            for unused in (*halves, node):
+                graph.erase_node(unused)
+            continue
         residual, total = _residual(node)
         last = node if total is None else total
-        with graph.inserting_before(last):
-            made = graph.call_function(torch.ops.octavo.product, (x, weight, residual))
-            made.meta.update(last.meta)
-        last.replace_all_uses_with(made)
-        graph.erase_node(last)
+        _replace(last, torch.ops.octavo.product, (x, weight, residual))
         if total is not None:
             graph.erase_node(node)
     module.recompile()
     return module
+
+
+def _replace(node: Node, op: Any, args: tuple[Any, ...]) -> None:
+    """Let an op give what ``node`` gave."""
+    with node.graph.inserting_before(node):
+        made = node.graph.call_function(op, args)
+        made.meta.update(node.meta)
+    node.replace_all_uses_with(made)
+    node.graph.erase_node(node)
 
 
 def _is_linear(node: Node) -> bool:
@@ -55,6 +69,45 @@ def _residual(node: Node) -> tuple[Node | None, Node | None]:
     if written_between(node, total):  # to what is multiplied, maybe, or to the product
         return None, None
     return others[0], total
+
+
+def _gate(node: Node) -> tuple[str, list[Node], Node] | None:
+    """Of a product whose first half, through an activation, is multiplied by its second half, and nothing else: which
+    activation, the nodes in between, users first, and the multiplication."""
+    parts = list(node.users)
+    if len(parts) != 2 or any(part.target is not operator.getitem for part in parts):
+        return None
+    gates, passed = sorted(parts, key=lambda part: part.args[1] != _half(node, first=True))
+    if gates.args[1] != _half(node, first=True) or passed.args[1] != _half(node, first=False):
+        return None
+    if len(gates.users) != 1 or len(passed.users) != 1:
+        return None
+    (opened,), (last,) = gates.users, passed.users
+    activation = _activation(opened)
+    if activation is None or list(opened.users) != [last] or last.target is not operator.mul:
+        return None
+    if set(last.args) != {opened, passed} or written_between(node, last):
+        return None
+    return activation, [opened, gates, passed], last
+
+
+def _half(node: Node, first: bool) -> Any:
+    """How a graph takes a half of what ``node`` gives; nothing does if it is odd or not known."""
+    example = node.meta.get("example_value")
+    width = 1 if example is None else example.shape[-1]
+    if not isinstance(width, int) or width % 2:
+        return None
+    return (..., slice(0, width // 2, None) if first else slice(width // 2, width, None))
+
+
+def _activation(node: Node) -> str | None:
+    """Its name among those that a product has (``ACTIVATIONS``)."""
+    if len(node.args) != 1:
+        return None
+    given = {name: value for name, value in node.kwargs.items() if value is not False}  # as "inplace"
+    if node.target is F.silu and not given:
+        return "silu"
+    return "gelu_tanh" if node.target is F.gelu and given == {"approximate": "tanh"} else None
 
 
 def _kind(node: Node) -> Any:

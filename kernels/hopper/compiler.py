@@ -26,6 +26,8 @@ HERE = Path(__file__).parent
 _OPTIONS = ("--gpu-architecture=sm_90a", "--std=c++17", "-default-device")
 SHARED_BYTES = 228 << 10
 """Shared memory of a multiprocessor; of each block on it a kilobyte is the system's."""
+BLOCK_BYTES = SHARED_BYTES - 1024
+"""Shared memory of a block that is alone on its multiprocessor."""
 
 
 class HopperError(RuntimeError):
@@ -45,7 +47,7 @@ def usable(device: torch.device) -> bool:
         return False
     try:
         with torch.cuda.device(device):
-            Kernel("nothing", _code("nothing", 'extern "C" __global__ void nothing() {}'), 32, 1024)
+            _nothing(1024, 1)
     except ImportError as error:
         _log.warning("octavo's kernels for Hopper are left out, slower (%s); install octavo[cuda]", error)
         return False
@@ -53,6 +55,18 @@ def usable(device: torch.device) -> bool:
         _log.warning("octavo's kernels for Hopper are left out, slower (%s)", error)
         return False
     return True
+
+
+@cache
+def clusters(device: torch.device, blocks: int) -> int:
+    """How many clusters of so many blocks, each alone on its multiprocessor, run at the same time: fewer than there are
+    multiprocessors for, as a cluster stays within a group of these."""
+    with torch.cuda.device(device):
+        return _nothing(BLOCK_BYTES, blocks).most_clusters
+
+
+def _nothing(shared_bytes: int, blocks: int) -> Kernel:
+    return Kernel("nothing", _code("nothing", 'extern "C" __global__ void nothing() {}'), 32, shared_bytes, blocks)
 
 
 def _done(result: tuple[Any, ...], what: str) -> Any:

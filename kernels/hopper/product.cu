@@ -8,59 +8,32 @@
 //     weight  OUTPUTS  | step 0 | step 1 | ...  | ...     |           weight [WIDE][OUTPUTS][64]
 //             OUTPUTS  | ...                              |           x      [WIDE][TOKENS][64]
 //
-// A warp asks for the stages by the copy engine; one warpgroup multiplies them. The sums of a cluster's blocks are left
-// in shared memory, and each block joins a part of the outputs out of all of them, in the order of the blocks, so that
-// a product is always rounded alike. What does not depend on the kernel before, the first stages of weights, is asked
+// A warp asks for the stages by the copy engine; one warpgroup multiplies them. Each block of a cluster joins a part of
+// the outputs: the others' sums of it are copied over, and added up in the order of the blocks, so that a product is
+// always rounded alike. What does not depend on the kernel before, the first stages of weights, is asked
 // for while that one still runs.
 //
 // Macros: TOKENS, OUTPUTS, WIDE (steps are 64 WIDE inputs), STAGES, SPLIT, BF16. multiply() is generated (product.py).
 
+#include "products.h"
+
 #define W_BYTES (OUTPUTS * 128)
 #define X_BYTES (TOKENS * 128)
 #define STAGE_BYTES (WIDE * (W_BYTES + X_BYTES))
-#define PITCH (OUTPUTS + 4)  // of a token's sums, so that the threads of a warp write to different banks
+#define PART (OUTPUTS / SPLIT)  // outputs that a block joins
+#define PITCH (PART + 4)  // of a token's sums, so that the threads of a warp write to different banks
 #define SLICES (OUTPUTS / 64)
 #define MULTIPLIERS 128
-
-INLINE u32 in_block(u32 address, int rank) {
-  u32 mapped;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(address), "r"(rank));
-  return mapped;
-}
-
-INLINE void arrive_in_block(u32 barrier, int rank) {
-  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(in_block(barrier, rank)) : "memory");
-}
-
-INLINE void wait_for_cluster(u32 barrier, u32 parity) {
-  asm volatile(
-      "{\n .reg .pred over;\n"
-      " again:\n mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 over, [%0], %1;\n @!over bra again;\n}" ::"r"(
-          barrier),
-      "r"(parity)
-      : "memory");
-}
-
-INLINE void load_box(u32 to, const TensorMap* map, int column, int row, u32 barrier, u64 policy) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"
-      " [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to),
-      "l"(map), "r"(column), "r"(row), "r"(barrier), "l"(policy)
-      : "memory");
-}
-
-INLINE u64 matrix(u32 address) {  // PTX ISA, "matrix descriptor": rows of 128 bytes, swizzled, 1,024 bytes every eight
-  return (1ull << 62) | (64ull << 32) | (1ull << 16) | ((address & 0x3FFFF) >> 4);
-}
 
 extern "C" __global__ void __launch_bounds__(MULTIPLIERS + 32, 1)
 product(const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap x, const u16* residual, u16* out,
         int rows, int outputs, int steps, int shares) {
   extern __shared__ __align__(1024) unsigned char memory[];
-  float* sums_of_block = reinterpret_cast<float*>(memory + STAGES * STAGE_BYTES);  // [TOKENS, PITCH]
-  u64* barriers = reinterpret_cast<u64*>(sums_of_block + TOKENS * PITCH);
+  float* own = reinterpret_cast<float*>(memory + STAGES * STAGE_BYTES);  // sums [SPLIT, TOKENS, PITCH], by who joins them
+  float* others = own + SPLIT * TOKENS * PITCH;  // [SPLIT - 1, TOKENS, PITCH], what this block joins of the others' sums
+  u64* barriers = reinterpret_cast<u64*>(others + (SPLIT - 1) * TOKENS * PITCH);
   const u32 stages = shared_address(memory), full = shared_address(barriers), empty = full + 8 * STAGES;
-  const u32 summed = empty + 8 * STAGES, joined = summed + 8;
+  const u32 received = empty + 8 * STAGES, joined = received + 8;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   int rank;
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
@@ -72,12 +45,12 @@ product(const __grid_constant__ TensorMap weight, const __grid_constant__ Tensor
       barrier_init(full + 8 * i, 1);
       barrier_init(empty + 8 * i, 4);
     }
-    barrier_init(summed, SPLIT);
+    barrier_init(received, 1);
     barrier_init(joined, SPLIT);
     barriers_ready();
   }
   __syncwarp();
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  cluster_arrive();
 
   if (warp == 4) {
     if (lane == 0) {
@@ -106,11 +79,11 @@ product(const __grid_constant__ TensorMap weight, const __grid_constant__ Tensor
         }
     }
     __syncwarp();
-    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+    cluster_wait();
     return;
   }
 
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+  cluster_wait();
   wait_for_earlier_kernels();
   let_next_kernel_start();
   int n = 0, turn = 0;
@@ -138,47 +111,44 @@ product(const __grid_constant__ TensorMap weight, const __grid_constant__ Tensor
     asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
     if (lane == 0 && first < last) arrive(empty + 8 * ((n - 1) % STAGES));
 
-    if (turn > 0) wait_for_cluster(joined, (turn - 1) & 1);
+    if (turn > 0) wait(joined, (turn - 1) & 1);
 #pragma unroll
     for (int slice = 0; slice < SLICES; slice++)
 #pragma unroll
       for (int i = 0; i < TOKENS / 2; i++) {
         int output = slice * 64 + warp * 16 + lane / 4 + i % 4 / 2 * 8, token = i / 4 * 8 + lane % 4 * 2 + i % 2;
-        sums_of_block[token * PITCH + output] = sums[slice][i];
+        own[(output / PART * TOKENS + token) * PITCH + output % PART] = sums[slice][i];
       }
+    if (SPLIT > 1) written_for_copies();
     asm volatile("bar.sync 1, %0;" ::"n"(MULTIPLIERS) : "memory");
-    if (threadIdx.x < SPLIT) arrive_in_block(summed, threadIdx.x);
-    wait_for_cluster(summed, turn & 1);
-    const int fours = OUTPUTS / SPLIT / 4;
+    if (SPLIT > 1) {
+      if (threadIdx.x == 0) {
+        const int bytes = rows * PITCH * 4;
+        arrive_expecting(received, (SPLIT - 1) * bytes);
+        for (int r = 0; r < SPLIT; r++)
+          if (r != rank)
+            copy_to_block(shared_address(others + (rank - (rank > r)) * TOKENS * PITCH),
+                          shared_address(own + r * TOKENS * PITCH), bytes, received, r);
+      }
+      wait(received, turn & 1);
+    }
+    const int fours = PART / 4;
     for (int i = threadIdx.x; i < rows * fours; i += MULTIPLIERS) {
-      int token = i / fours, place = rank * (OUTPUTS / SPLIT) + i % fours * 4, output = share * OUTPUTS + place;
+      int token = i / fours, place = i % fours * 4, output = share * OUTPUTS + rank * PART + place;
       float4 sum = make_float4(0, 0, 0, 0);
 #pragma unroll
       for (int r = 0; r < SPLIT; r++) {
-        float4 more;
-        asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-                     : "=f"(more.x), "=f"(more.y), "=f"(more.z), "=f"(more.w)
-                     : "r"(in_block(shared_address(sums_of_block + token * PITCH + place), r))
-                     : "memory");
-        sum.x += more.x;
-        sum.y += more.y;
-        sum.z += more.z;
-        sum.w += more.w;
+        const float* from = r == rank ? own + r * TOKENS * PITCH : others + (r - (r > rank)) * TOKENS * PITCH;
+        add(sum, *reinterpret_cast<const float4*>(from + token * PITCH + place));
       }
       if (output < outputs) {
         long long to = static_cast<long long>(token) * outputs + output;
-        if (residual) {
-          ushort4 more = *reinterpret_cast<const ushort4*>(residual + to);
-          sum.x += widen(more.x);
-          sum.y += widen(more.y);
-          sum.z += widen(more.z);
-          sum.w += widen(more.w);
-        }
-        *reinterpret_cast<uint2*>(out + to) = make_uint2(narrow(sum.x, sum.y), narrow(sum.z, sum.w));
+        if (residual) add(sum, residual + to);
+        store(out + to, sum);
       }
     }
     asm volatile("bar.sync 1, %0;" ::"n"(MULTIPLIERS) : "memory");
     if (threadIdx.x < SPLIT) arrive_in_block(joined, threadIdx.x);
   }
-  if (turn > 0) wait_for_cluster(joined, (turn - 1) & 1);  // nobody reads what leaves with this block
+  if (turn > 0) wait(joined, (turn - 1) & 1);  // nobody copies any more what leaves with this block
 }

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.hopper.compiler import SHARED_BYTES, Kernel, compiled, tensor_map, usable
+from octavo.kernels.hopper.wgmma import multiplication
 
 MOST_ROWS = 128
 MOST_STAGES = 20
@@ -53,6 +54,11 @@ def ways(device: torch.device, rows: int, outputs: int, inputs: int) -> list[Way
     return [way for way in WAYS if _stages(_padded(rows), way) >= LEAST_STAGES]
 
 
+def prepare(way: Way, x: Tensor, weight: Tensor) -> None:
+    """Compile what ``run`` will launch, if nobody has."""
+    _code(x.dtype == torch.bfloat16, _padded(x.shape[:-1].numel()), way)
+
+
 def run(way: Way, x: Tensor, weight: Tensor, residual: Tensor | None, out: Tensor) -> None:
     """``out [..., N] = x [..., K] @ weight [N, K].T (+ residual [..., N])``, all contiguous and of one 16-bit type."""
     outputs, inputs = weight.shape
@@ -74,7 +80,8 @@ def _padded(rows: int) -> int:
 
 def _shared_bytes(tokens: int, way: Way, stages: int) -> int:
     stage = 128 * way.wide * (way.outputs + tokens)
-    return stages * (stage + 16) + 4 * tokens * (way.outputs + 4) + 16
+    part = 4 * tokens * (way.outputs // way.split + 4)  # sums that a block joins
+    return stages * (stage + 16) + (2 * way.split - 1) * part + 16
 
 
 def _stages(tokens: int, way: Way) -> int:
@@ -100,20 +107,4 @@ def _code(bf16: bool, tokens: int, way: Way) -> bytes:
         "SPLIT": way.split,
         "BF16": bf16,
     }
-    return compiled("product", macros, _multiply(tokens, "bf16" if bf16 else "f16"))
-
-
-def _multiply(tokens: int, kind: str) -> str:
-    """``multiply(sums, weight, x, more)``: ``sums [64, tokens] (more? += : =) weight @ x.T``, an instruction of which
-    every number of tokens needs a text of its own."""
-    sums = ", ".join(f"%{i}" for i in range(tokens // 2))
-    bound = ", ".join(f'"+f"(sums[{i}])' for i in range(tokens // 2))
-    a, b, more = (f"%{tokens // 2 + i}" for i in range(3))
-    instruction = (
-        f"wgmma.mma_async.sync.aligned.m64n{tokens}k16.f32.{kind}.{kind} {{{sums}}}, {a}, {b}, add, 1, 1, 0, 0;"
-    )
-    return (
-        f"INLINE void multiply(float (&sums)[{tokens // 2}], u64 weight, u64 x, int more) {{\n"
-        f'  asm volatile("{{\\n .reg .pred add;\\n setp.ne.b32 add, {more}, 0;\\n {instruction}\\n}}"\n'
-        f'    : {bound} : "l"(weight), "l"(x), "r"(more));\n}}\n'
-    )
+    return compiled("product", macros, multiplication(tokens, bf16))

@@ -74,13 +74,20 @@ def _done(status: int, what: str) -> None:
 @dataclass(frozen=True)
 class Shape:
     """``out [rows, outputs] = x [rows, inputs] @ weight [outputs, inputs].T``, and ``+ residual`` if it ``adds``; all
-    of one type, contiguous, with sums in fp32."""
+    of one type, contiguous, with sums in fp32. With a ``gate``, an activation, ``out [rows, outputs / 2]`` is that of
+    the first half of the outputs, times the second half: no product that the library has."""
 
     rows: int
     outputs: int
     inputs: int
     dtype: torch.dtype
     adds: bool
+    gate: str = ""
+
+    @property
+    def given(self) -> int:
+        """Columns of ``out``."""
+        return self.outputs // 2 if self.gate else self.outputs
 
 
 class Product:

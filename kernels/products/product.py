@@ -1,10 +1,12 @@
 """``octavo::product``: a Linear layer of few rows, and the residual behind it, by an algorithm that was measured.
 
 cuBLASLt proposes eight or so algorithms for a product and torch takes the first. At 64 to 192 rows another one is up to
-10 % faster; on Hopper, octavo has a kernel of its own for fewer (``hopper/product.py``), in several ways of sharing out
-the work. Each of them adds a residual for nothing, where an addition of its own costs a launch. Which one is the
-fastest depends on the card, so it is tried: within ``choosing()`` every call notes what it multiplies, and at the end
-of the block each shape that is new is timed over several weights, one after the other, as a step will run them::
+10 % faster; on Hopper, octavo has two kernels of its own (``hopper/product.py`` for few rows, ``product_tiles.py`` for
+some dozens to 256), in several ways of sharing out the work. Each of them adds a residual for nothing, where an
+addition of its own costs a launch, and tiles gate, too: ``octavo::gated_product`` is gate, up and the activation of an
+MLP. Which one is the fastest depends on the card, so it is tried: within ``choosing()`` every call notes what it
+multiplies, and at the end of the block each shape that is new is timed over several weights, one after the other, as a
+step will run them::
 
     choosing():   product(x, w of layer 0, r)  product(x, w of layer 1, r) ...     noted, and computed by torch
     at its end:   algorithm 0: [w0 w1 w2 ...] algorithm 1: [w0 w1 w2 ...] ...      timed, as CUDA graphs
@@ -20,18 +22,22 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.kernels.cache_dir import cache_dir, put
-from octavo.kernels.hopper import product as hopper
+from octavo.kernels.hopper import product as streams
+from octavo.kernels.hopper import product_tiles as tiles
 from octavo.kernels.hopper.compiler import usable
 from octavo.kernels.products import cublaslt
 from octavo.kernels.products.cublaslt import Product, Shape
@@ -50,10 +56,22 @@ MOST_TRIED = 12
 MARGIN = 0.99
 """A later proposal has to take less than this part of the time of the best one before it."""
 
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
+"""Of gates."""
+
 Call = tuple[Tensor, Tensor, Tensor | None]
 
-Run = Callable[[Tensor, Tensor, Tensor | None, Tensor], None]
+Run = Callable[[Tensor, Tensor, Any, Tensor], None]
 """``x, weight, residual, out``"""
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A way of computing a product; ``prepare`` compiles what it takes for a call, which may be done in any thread."""
+
+    run: Run
+    prepare: Callable[[Tensor, Tensor], object] = lambda x, weight: None
+
 
 _chosen: dict[tuple[int, Shape], Run] = {}
 _noted: ContextVar[dict[tuple[int, Shape], list[Call]] | None] = ContextVar("octavo_noted_products", default=None)
@@ -64,23 +82,57 @@ def product(x: Tensor, weight: Tensor, residual: Tensor | None) -> Tensor:
     """``x [..., K] @ weight [N, K].T``, and ``+ residual [..., N]``; rounded once where an algorithm was chosen.
 
     ``weight`` must not be written by the kernel just before, which may still run while it is read."""
-    key = _key(x, weight, residual)
-    if key is not None:
-        run = _chosen.get(key)
-        if run is not None:
-            out = x.new_empty((*x.shape[:-1], weight.shape[0]))
-            run(x, weight, residual, out)
-            return out
-        noted = _noted.get()
-        if noted is not None:
-            calls = noted.setdefault(key, [])
-            if len(calls) < MOST_TRIED and len(calls) * weight.nbytes < TRIED_BYTES:
-                calls.append((x, weight, residual))
-    out = F.linear(x, weight)
-    return out if residual is None else out + residual  # laid out as the first of both
+    out = _by_choice(x, weight, residual)
+    if out is None:
+        out = F.linear(x, weight)
+        out = out if residual is None else out + residual  # laid out as the first of both
+    return out
 
 
-def _key(x: Tensor, weight: Tensor, residual: Tensor | None) -> tuple[int, Shape] | None:
+def gated_product(x: Tensor, weight: Tensor, gate: str) -> Tensor:
+    """``act(x @ A.T) * (x @ B.T)`` of ``x [..., K]`` and ``weight [2 N, K]``, A above B; ``gate`` is the activation,
+    "silu" or "gelu_tanh". For ``weight`` holds what it does for ``product``.
+
+    Raises:
+        ValueError: another activation.
+    """
+    if gate not in ACTIVATIONS:
+        raise ValueError(f"gate={gate!r}: it is one of {sorted(ACTIVATIONS)}")
+    out = _by_choice(x, weight, None, gate)
+    return _gated(product(x, weight, None), gate) if out is None else out
+
+
+def _gated(both: Tensor, gate: str) -> Tensor:
+    """What is let through of gates and what they are for, [..., 2 N]."""
+    if both.device.type == "cuda":
+        from octavo.kernels.triton.gating import gate as let_through  # for GPUs alone; a CPU may have no Triton
+
+        out = both.new_empty((*both.shape[:-1], both.shape[-1] // 2))
+        let_through(both, gate, out)
+        return out
+    gates, passed = both.chunk(2, -1)
+    return ACTIVATIONS[gate](gates) * passed
+
+
+def _by_choice(x: Tensor, weight: Tensor, residual: Tensor | None, gate: str = "") -> Tensor | None:
+    """The product as it was chosen; None, and noted within ``choosing()``, if nobody has chosen."""
+    key = _key(x, weight, residual, gate)
+    if key is None:
+        return None
+    run = _chosen.get(key)
+    if run is not None:
+        out = x.new_empty((*x.shape[:-1], key[1].given))
+        run(x, weight, residual, out)
+        return out
+    noted = _noted.get()
+    if noted is not None:
+        calls = noted.setdefault(key, [])
+        if len(calls) < MOST_TRIED and len(calls) * weight.nbytes < TRIED_BYTES:
+            calls.append((x, weight, residual))
+    return None
+
+
+def _key(x: Tensor, weight: Tensor, residual: Tensor | None, gate: str = "") -> tuple[int, Shape] | None:
     """Device and shape of a product that an algorithm can be chosen for; None of any other."""
     rows = x.shape[:-1].numel()
     if residual is not None and residual.shape != (*x.shape[:-1], weight.shape[0]):
@@ -90,7 +142,7 @@ def _key(x: Tensor, weight: Tensor, residual: Tensor | None) -> tuple[int, Shape
     parts = [x, weight] if residual is None else [x, weight, residual]
     if any(not t.is_contiguous() or t.dtype != x.dtype or t.data_ptr() % cublaslt.ALIGNMENT for t in parts):
         return None
-    return x.device.index, Shape(rows, weight.shape[0], weight.shape[1], x.dtype, residual is not None)
+    return x.device.index, Shape(rows, weight.shape[0], weight.shape[1], x.dtype, residual is not None, gate)
 
 
 @contextmanager
@@ -103,7 +155,7 @@ def choosing() -> Iterator[None]:
         yield
     finally:
         _noted.reset(before)
-    for key, calls in noted.items():
+    for key, calls in sorted(noted.items(), key=lambda item: item[0][1].gate):  # those with a gate may use the others
         try:
             _chosen[key] = _choose(key, calls)
         except RuntimeError as error:
@@ -117,14 +169,16 @@ def _choose(key: tuple[int, Shape], calls: list[Call]) -> Run:
         raise RuntimeError("nothing is proposed")
     kept = _kept(device).get(name)
     best, best_s = None, float("inf")
-    out = torch.empty((shape.rows, shape.outputs), dtype=shape.dtype, device=calls[0][0].device)
+    out = torch.empty((shape.rows, shape.given), dtype=shape.dtype, device=calls[0][0].device)
     if isinstance(kept, str) and kept in proposals:
         with suppress(RuntimeError):  # no longer, and another one is chosen
-            proposals[kept](*calls[0], out)  # a kernel cannot be loaded while a graph is captured, which comes next
-            return proposals[kept]
-    for proposal, run in proposals.items():
+            run = proposals[kept].run
+            run(*calls[0], out)  # a kernel cannot be loaded while a graph is captured, which comes next
+            return run
+    _prepare(proposals, calls[0])
+    for proposal, proposed in proposals.items():
         try:
-            seconds = _seconds(lambda run=run: [run(*call, out) for call in calls])
+            seconds = _seconds(lambda run=proposed.run: [run(*call, out) for call in calls])
         except RuntimeError as error:
             log.info("%s: %s is refused (%s)", name, proposal, error)
             continue
@@ -134,17 +188,42 @@ def _choose(key: tuple[int, Shape], calls: list[Call]) -> Run:
         raise RuntimeError(f"none of {len(proposals)} proposals runs")
     log.info("%s: %s of %d proposals, %.1f us", name, best, len(proposals), 1e6 * best_s / len(calls))
     _keep(device, name, best)
-    return proposals[best]
+    return proposals[best].run
 
 
-def _proposals(device: int, shape: Shape) -> dict[str, Run]:
+def _prepare(proposals: dict[str, Proposal], call: Call) -> None:
+    """Compile in as many threads as there are cores; what does not compile is refused when it is run."""
+
+    def prepare(proposal: Proposal) -> None:
+        with suppress(RuntimeError):
+            proposal.prepare(*call[:2])
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(prepare, proposals.values()))
+
+
+def _proposals(device: int, shape: Shape) -> dict[str, Proposal]:
     """Ways of multiplying, by a name that is kept: cuBLASLt's favourite first, octavo's own last."""
-    found: dict[str, Run] = {}
-    with suppress(OSError, RuntimeError):  # no cuBLASLt, or nothing that it proposes
-        made = Product(shape, device)
-        found |= {algorithm.hex(): partial(made.run, algorithm) for algorithm in made.proposals()}
-    ways = hopper.ways(torch.device("cuda", device), shape.rows, shape.outputs, shape.inputs)
-    return found | {f"hopper: {way}": partial(hopper.run, way) for way in ways}
+    found: dict[str, Proposal] = {}
+    card, sizes, gate = torch.device("cuda", device), (shape.rows, shape.outputs, shape.inputs), shape.gate
+    if gate:
+        found["a product, then its gate"] = Proposal(partial(_product_then_gate, gate))
+    else:
+        with suppress(OSError, RuntimeError):  # no cuBLASLt, or nothing that it proposes
+            made = Product(shape, device)
+            found |= {algorithm.hex(): Proposal(partial(made.run, algorithm)) for algorithm in made.proposals()}
+        for way in streams.ways(card, *sizes):
+            found[f"hopper: {way}"] = Proposal(partial(streams.run, way), partial(streams.prepare, way))
+    for tiling in tiles.tilings(card, *sizes, gate):
+        run, prepare = partial(tiles.run, tiling, gate), partial(tiles.prepare, tiling, gate)
+        found[f"hopper: {tiling}"] = Proposal(run, prepare)
+    return found
+
+
+def _product_then_gate(gate: str, x: Tensor, weight: Tensor, residual: None, out: Tensor) -> None:
+    from octavo.kernels.triton.gating import gate as let_through  # as in ``_gated``
+
+    let_through(product(x, weight, None), gate, out)
 
 
 def _seconds(run: Callable[[], object]) -> float:
@@ -191,8 +270,13 @@ def _keep(device: int, name: str, proposal: str) -> None:
 
 _library = torch.library.Library("octavo", "FRAGMENT")
 _library.define("product(Tensor x, Tensor weight, Tensor? residual) -> Tensor")
+_library.define("gated_product(Tensor x, Tensor weight, str gate) -> Tensor")
 for _device in ("CPU", "CUDA"):
     _library.impl("product", product, _device)
+    _library.impl("gated_product", gated_product, _device)
 torch.library.register_fake(
     "octavo::product", lambda x, weight, _: x.new_empty((*x.shape[:-1], weight.shape[0])), lib=_library
+)
+torch.library.register_fake(
+    "octavo::gated_product", lambda x, weight, _: x.new_empty((*x.shape[:-1], weight.shape[0] // 2)), lib=_library
 )

@@ -92,3 +92,83 @@ def test_it_computes_the_same():
     module, _ = graph_of(lambda linear, add, x, w, o: add(o, linear(add(o, linear(x, w)), w)))
     x, w, o = torch.randn(1, 3, 4), torch.randn(4, 4), torch.randn(1, 3, 4)
     assert torch.equal(module(x, w, o), o + (o + x @ w.T) @ w.T)
+
+
+def gate_graph(change=lambda graph, parts: parts, act=F.silu, width=8, **given):
+    """Gate and up as one Linear layer of ``width`` outputs, the activation of its first half times the second;
+    ``change`` does something to (both, gates, opened, passed, product)."""
+    graph = torch.fx.Graph()
+    x, weight = graph.placeholder("x"), graph.placeholder("weight")
+    both = graph.call_function(torch._C._nn.linear, (x, weight, None))
+    both.meta["example_value"] = torch.empty(1, 3, width)
+    gates = graph.call_function(operator.getitem, (both, (..., slice(0, width // 2, None))))
+    opened = graph.call_function(act, (gates,), given)
+    passed = graph.call_function(operator.getitem, (both, (..., slice(width // 2, width, None))))
+    made = graph.call_function(operator.mul, (opened, passed))
+    graph.output(change(graph, (both, gates, opened, passed, made))[-1])
+    module = with_products(torch.fx.GraphModule({}, graph))
+    module.graph.lint()
+    return module, [node.target for node in module.graph.nodes if node.op == "call_function"]
+
+
+GATED, TANH = torch.ops.octavo.gated_product, {"approximate": "tanh"}
+
+
+@pytest.mark.parametrize(
+    ("act", "given"), [(F.silu, {}), (F.silu, {"inplace": False}), (F.gelu, TANH)], ids=["silu", "not in place", "tanh"]
+)
+def test_a_gated_product(act, given):
+    module, targets = gate_graph(act=act, **given)
+    assert targets == [GATED]
+    x, weight = torch.randn(1, 3, 4), torch.randn(8, 4)
+    gates, passed = F.linear(x, weight).chunk(2, -1)
+    assert torch.equal(module(x, weight), act(gates, **given) * passed)
+
+
+def swapped(graph, parts):
+    parts[-1].args = parts[-1].args[::-1]
+    return parts
+
+
+def test_factors_may_stand_the_other_way_round():
+    assert gate_graph(swapped)[1] == [GATED]
+
+
+def other_half(graph, parts):
+    parts[1].args, parts[3].args = parts[3].args, parts[1].args
+    return parts
+
+
+def other_part(graph, parts):
+    parts[1].args = (parts[0], (..., slice(0, 3, None)))
+    return parts
+
+
+def wanted_twice(number):
+    def change(graph, parts):
+        return (*parts, graph.call_function(operator.add, (parts[number], parts[-1])))
+
+    return change
+
+
+def written(graph, parts):
+    with graph.inserting_after(parts[2]):
+        graph.call_method("zero_", (parts[0],))
+    return parts
+
+
+def itself(graph, parts):
+    parts[-1].args = (parts[2], parts[2])
+    return parts
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [(other_half, {}), (other_part, {}), (wanted_twice(0), {}), (wanted_twice(1), {}), (wanted_twice(2), {}),
+     (wanted_twice(3), {}), (written, {}), (itself, {}), (lambda g, p: p, {"act": torch.sigmoid}),
+     (lambda g, p: p, {"act": F.gelu}), (lambda g, p: p, {"inplace": True}), (lambda g, p: p, {"width": 7})],
+    ids=["second half", "other part", "both", "gates", "opened", "passed", "written", "itself", "sigmoid", "erf",
+         "in place", "odd"],
+)  # fmt: skip
+def test_what_is_no_gated_product(change, named):
+    assert GATED not in gate_graph(change, **named)[1]

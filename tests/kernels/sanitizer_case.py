@@ -37,7 +37,9 @@ from test_step import State
 
 from octavo.kernels import ops
 from octavo.kernels.hopper import product as products
+from octavo.kernels.hopper import product_tiles
 from octavo.kernels.layout import pool_shape
+from octavo.kernels.products.product import ACTIVATIONS
 
 DTYPE = torch.bfloat16
 SLACK = {torch.bfloat16: 2**-6, torch.float32: 3e-5}
@@ -275,6 +277,18 @@ def product(device: str) -> None:
     for way in products.ways(x.device, 5, 200, 328):
         products.run(way, x, weight, residual, out)
         assert (out.double() - want).norm() <= SLACK[DTYPE] * want.norm(), way
+    for rows, gate in ((40, ""), (130, "silu"), (70, ""), (250, "gelu_tanh")):
+        x = torch.randn(rows, 328).to(device, DTYPE)
+        want = gated(x.double() @ weight.double().T, gate)
+        out = torch.empty_like(want, dtype=DTYPE)
+        for tiling in product_tiles.tilings(x.device, rows, 200, 328, gate):
+            product_tiles.run(tiling, gate, x, weight, None, out)
+            assert (out.double() - want).norm() <= SLACK[DTYPE] * want.norm(), tiling
+
+
+def gated(both: Tensor, gate: str) -> Tensor:
+    gates, passed = both.chunk(2, -1)
+    return ACTIVATIONS[gate](gates) * passed if gate else both
 
 
 CASES: dict[str, Callable[[str], None]] = {

@@ -3,6 +3,7 @@
 Their results as parts of ops are in test_append_decode.py, test_attention.py and test_product.py.
 """
 
+import math
 import re
 from contextlib import nullcontext
 from itertools import product as combinations
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from octavo.kernels import ops
-from octavo.kernels.hopper import compiler, decode, product
+from octavo.kernels.hopper import compiler, decode, product, product_tiles
 from octavo.kernels.layout import ID_SHIFT, VALID_MASK, pack_entries
 from octavo.kernels.products import product as products
 from octavo.kernels.products.cublaslt import Shape
@@ -46,6 +47,35 @@ def test_product_compiles(way, rows):
     if product._stages(tokens, way) < product.LEAST_STAGES:
         pytest.skip("not offered")
     assert product._code(True, tokens, way)
+
+
+@pytest.mark.parametrize("gate", ["", *product_tiles.GATES])
+@pytest.mark.parametrize(("outputs", "at_once"), [(28_672, 132), (6144, 66), (40, 132), (40_000, 30)])
+@pytest.mark.parametrize("rows", [33, 128, 192, 256])
+def test_tiles_compile(rows, outputs, at_once, gate):
+    """The largest and the smallest; the first tiling that fits, and the last."""
+    groups = product_tiles._groups(rows)
+    tile = product_tiles._tile(outputs, at_once, groups, gate)
+    fitting = [tiling for tiling in product_tiles.TILINGS if product_tiles._memory(groups, tile, tiling)]
+    for tiling in {fitting[0], fitting[-1]}:
+        assert product_tiles._code(True, groups, tile, tiling, gate)
+
+
+def test_tiles_take_all_outputs_in_the_fewest_waves():
+    for outputs, at_once, groups, gate in combinations(
+        (8, 40, 4096, 6144, 28_672, 250_000), (30, 66, 132), (1, 2, 3, 4), ("", "silu")
+    ):
+        tile = product_tiles._tile(outputs, at_once, groups, gate)
+        most, grain = product_tiles._MOST_OUTPUTS[groups], 16 if gate or groups > 2 else 8
+        assert tile % grain == 0 and grain <= tile <= most
+        waves = math.ceil(math.ceil(outputs / tile) / at_once)
+        assert waves == 1 or outputs > (waves - 1) * at_once * most
+        assert tile // 2 // product_tiles._halves(tile, groups) <= product_tiles._ENTRY_SUMS.get(groups, 128)
+        for tiling in product_tiles.TILINGS:
+            memory = product_tiles._memory(groups, tile, tiling)
+            if memory is not None:
+                assert memory.shared <= compiler.BLOCK_BYTES and memory.stages >= tiling.ahead + tiling.burst - 1
+                assert memory.stages > tiling.ahead or tiling.burst == 1  # or the last weights were never asked for
 
 
 def test_what_does_not_compile_is_said_with_the_compilers_words():
@@ -126,6 +156,7 @@ def test_blocks_find_room():
 def test_a_cpu_has_none_of_it():
     cpu = torch.device("cpu")
     assert not compiler.usable(cpu) and product.ways(cpu, 1, 64, 64) == []
+    assert product_tiles.tilings(cpu, 64, 64, 64) == []
     x = torch.zeros(1, 8, 128, dtype=torch.bfloat16)
     assert not decode.serves(x, None, torch.zeros(2, 1, 2, 8, 16, 128, dtype=torch.bfloat16), None)
 
@@ -165,13 +196,47 @@ def test_every_way_gives_the_product(dtype, adds, outputs, inputs):
 
 @pytest.mark.gpu
 @hopper
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", ["alone", "adds", *product_tiles.GATES])
+@pytest.mark.parametrize(
+    ("outputs", "inputs"), [(6144, 4096), (4096, 14336), (200, 328), (8, 8), (136, 72), (40_000, 520), (28_672, 1024)]
+)
+def test_every_tiling_gives_the_product(dtype, kind, outputs, inputs):
+    """Padding is neither read nor written, and sums do not depend on what runs beside them."""
+    torch.manual_seed(0)
+    gate = kind if kind in product_tiles.GATES else ""
+    for rows in (33, 63, 64, 65, 100, 128, 129, 192, 250, 256):
+        x = torch.randn(rows, inputs, device="cuda", dtype=dtype)
+        weight = torch.randn(outputs, inputs, device="cuda", dtype=dtype) / inputs**0.5
+        want, residual = x.double() @ weight.double().T, None
+        if gate:
+            gates, passed = want.chunk(2, -1)
+            want = products.ACTIVATIONS[gate](gates) * passed
+        if kind == "adds":
+            residual = torch.randn(rows, outputs, device="cuda", dtype=dtype)
+            want += residual
+        tilings = product_tiles.tilings(x.device, rows, outputs, inputs, gate)
+        assert tilings
+        for tiling in tilings:
+            room = torch.full((rows + 2, want.shape[1]), float("nan"), device="cuda", dtype=dtype)
+            product_tiles.run(tiling, gate, x, weight, residual, room[1:-1])
+            error = (room[1:-1].double() - want).norm() / want.norm()
+            assert error < 6e-3, f"{rows} rows, {tiling}: {error}"
+            assert room[0].isnan().all() and room[-1].isnan().all()
+            again = torch.empty_like(want, dtype=dtype)
+            product_tiles.run(tiling, gate, x, weight, residual, again)
+            assert torch.equal(again, room[1:-1])
+
+
+@pytest.mark.gpu
+@hopper
 def test_products_in_a_row_wait_for_each_other():
     """Each begins before the one before it has ended, and needs what that writes."""
     torch.manual_seed(0)
     weights = [torch.randn(1024, 1024, device="cuda", dtype=torch.bfloat16) / 32 for _ in range(24)]
-    for rows in (1, 16, 100):
+    for rows in (1, 16, 100, 200):
         x = start = torch.randn(rows, 1024, device="cuda", dtype=torch.bfloat16)
-        ways = product.ways(x.device, rows, 1024, 1024)
+        ways = product.ways(x.device, rows, 1024, 1024) + product_tiles.tilings(x.device, rows, 1024, 1024)
         one_by_one = start
         for i, weight in enumerate(weights):
             one_by_one = run(ways[i % len(ways)], one_by_one, weight)
@@ -185,7 +250,10 @@ def test_products_in_a_row_wait_for_each_other():
 
 def run(way, x, weight):
     out = torch.empty(len(x), len(weight), device=x.device, dtype=x.dtype)
-    product.run(way, x, weight, x, out)
+    if isinstance(way, product.Way):
+        product.run(way, x, weight, x, out)
+    else:
+        product_tiles.run(way, "", x, weight, x, out)
     return out
 
 

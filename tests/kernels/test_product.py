@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from octavo.kernels.products import cublaslt
 from octavo.kernels.products import product as products
-from octavo.kernels.products.product import choosing, product
+from octavo.kernels.products.product import choosing, gated_product, product
 
 
 @pytest.fixture(autouse=True)
@@ -49,6 +49,19 @@ class TestOnACpu:
     def test_opcheck(self):
         for residual in (None, inputs()[2]):
             torch.library.opcheck(torch.ops.octavo.product.default, (*inputs()[:2], residual))
+        torch.library.opcheck(torch.ops.octavo.gated_product.default, (*inputs()[:2], "silu"))
+
+    @pytest.mark.parametrize(
+        ("gate", "act"), [("silu", F.silu), ("gelu_tanh", lambda x: F.gelu(x, approximate="tanh"))]
+    )
+    def test_a_gate_lets_its_second_half_through(self, gate, act):
+        x, weight, _ = inputs()
+        gates, passed = F.linear(x, weight).chunk(2, -1)
+        assert torch.equal(gated_product(x, weight, gate), act(gates) * passed)
+
+    def test_an_unknown_gate_is_refused(self):
+        with pytest.raises(ValueError, match=r"gate='relu': it is one of \['gelu_tanh', 'silu'\]"):
+            gated_product(*inputs()[:2], "relu")
 
 
 NAME = str(cublaslt.Shape(3, 64, 128, torch.bfloat16, True))
@@ -93,7 +106,7 @@ class TestChoosing:
             """As if the tensors were where they are not."""
             rows = parts[0].numel() // parts[0].shape[-1]
             assert key(*parts) is None
-            return 0, cublaslt.Shape(rows, *parts[1].shape, parts[0].dtype, parts[2] is not None)
+            return 0, cublaslt.Shape(rows, *parts[1].shape, parts[0].dtype, parts[2] is not None, *parts[3:])
 
         def seconds(run):
             run()
@@ -101,7 +114,8 @@ class TestChoosing:
 
         monkeypatch.setattr(products, "_key", on_cuda)
         monkeypatch.setattr(products, "Product", FakeProduct)
-        monkeypatch.setattr(products.hopper, "ways", lambda *shape: [])
+        monkeypatch.setattr(products.streams, "ways", lambda *shape: [])
+        monkeypatch.setattr(products.tiles, "tilings", lambda *shape: [])
         monkeypatch.setattr(products, "_seconds", seconds)
         monkeypatch.setattr(products, "_file", lambda device: products.cache_dir() / "products.json")
 
@@ -187,7 +201,7 @@ class TestChoosing:
     @pytest.mark.parametrize("missing", [False, True])
     def test_octavos_own_ways_are_proposed_too(self, monkeypatch, missing):
         """And without cuBLASLt, they alone."""
-        ways, ran = ["slow", "fast"], []
+        ways, ran, prepared = ["slow", "fast"], [], []
 
         def run(way, x, weight, residual, out):
             ran.append(way)
@@ -201,8 +215,9 @@ class TestChoosing:
             timed()
             return {"slow": 2.0, "fast": 0.5}[ran[-1]] if ran else 1.0
 
-        monkeypatch.setattr(products.hopper, "ways", lambda device, rows, outputs, inputs: ways)
-        monkeypatch.setattr(products.hopper, "run", run)
+        monkeypatch.setattr(products.streams, "ways", lambda device, rows, outputs, inputs: ways)
+        monkeypatch.setattr(products.streams, "run", run)
+        monkeypatch.setattr(products.streams, "prepare", lambda way, x, weight: prepared.append(way))
         monkeypatch.setattr(products, "_seconds", seconds)
         if missing:
             monkeypatch.setattr(products, "Product", no_library)
@@ -212,6 +227,44 @@ class TestChoosing:
             assert torch.equal(product(*inputs()), torch.ones(1, 3, 64))
             assert json.loads(products._file(0).read_text()) == {NAME: "hopper: fast"}
             products._chosen.clear()
+        assert sorted(prepared) == ["fast", "slow"]  # once, as the second time the choice was kept
+
+    @pytest.mark.parametrize("gates", [False, True])
+    def test_a_gate_is_the_products_own_or_a_launch_behind_it(self, monkeypatch, gates):
+        x, weight, _ = inputs()
+        want = products._gated(F.linear(x, weight), "silu")
+        names = {False: "a product, then its gate", True: "hopper: tiles"}
+
+        def run(tiling, gate, x, weight, residual, out):
+            assert (tiling, gate, residual) == ("tiles", "silu", None)
+            out.fill_(7)
+
+        def then(gate, x, weight, residual, out):
+            out.copy_(products._gated(product(x, weight, None), gate)[0])
+
+        monkeypatch.setattr(products.tiles, "tilings", lambda *shape: ["tiles"] if shape[4] else [])
+        monkeypatch.setattr(products.tiles, "run", run)
+        monkeypatch.setattr(products.tiles, "prepare", lambda *given: None)
+        monkeypatch.setattr(products, "_product_then_gate", then)
+        times = iter([3.0, 2.99, 1.0, 0.0, 1.0, 2.0, 1.0 if gates else 3.0])
+        monkeypatch.setattr(products, "_seconds", lambda run: (run(), next(times))[1])
+        monkeypatch.setattr(FakeProduct, "refused", 9)
+        with choosing():
+            assert torch.equal(gated_product(x, weight, "silu"), want)
+        kept = json.loads(products._file(0).read_text())
+        assert len(products._chosen) == 2 and kept.popitem()[1] == names[gates] and len(kept) == 1
+        assert torch.equal(gated_product(x, weight, "silu"), torch.full_like(want, 7) if gates else want)
+
+    def test_what_does_not_compile_is_refused_when_it_is_run(self, monkeypatch):
+        def refused(*given):
+            raise RuntimeError("not on this machine")
+
+        monkeypatch.setattr(products.streams, "ways", lambda device, rows, outputs, inputs: ["broken"])
+        monkeypatch.setattr(products.streams, "run", refused)
+        monkeypatch.setattr(products.streams, "prepare", refused)
+        with choosing():
+            product(*inputs())
+        assert the_choice()[1][0] == 2
 
     def test_what_another_process_has_chosen_meanwhile_stays(self):
         x, weight, residual = inputs()
@@ -313,6 +366,42 @@ def test_chosen_products_are_replayed(tmp_path):
     with choosing():
         product(x, weight, residual)
     assert torch.cuda.is_available() and len(products._chosen) == 1
+
+
+@pytest.mark.parametrize("gate", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_gate_of_its_own(gate, dtype):
+    """Triton's, behind products that do not gate."""
+    from octavo.kernels.triton.gating import gate as let_through
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(0)
+    both = 3 * torch.randn(2, 5, 2 * 301, device=device).to(dtype)
+    room = torch.full((4, 5, 301), torch.nan, device=device, dtype=dtype)
+    let_through(both, gate, room[1:-1])
+    want = products.ACTIVATIONS[gate](both[..., :301]) * both[..., 301:]
+    torch.testing.assert_close(room[1:-1], want, rtol=1e-5 if dtype == torch.float32 else 2**-7, atol=1e-6)
+    assert room[0].isnan().all() and room[-1].isnan().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [3, 64, 200, 300])
+@pytest.mark.parametrize("gate", ["silu", "gelu_tanh"])
+def test_a_chosen_gate_is_replayed(gate, rows):
+    x, weight, _ = inputs(rows, 8192, 1024, device="cuda")
+    gates, passed = F.linear(x.double(), weight.double() / 4).chunk(2, -1)
+    want = products.ACTIVATIONS[gate](gates) * passed
+    with choosing():
+        first = gated_product(x, weight / 4, gate)
+    graph = torch.cuda.CUDAGraph()
+    weight = weight / 4
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        got = gated_product(x, weight, gate)
+    graph.replay()
+    for out in (first, got):
+        assert out.shape == want.shape and (out.double() - want).norm() < 6e-3 * want.norm()
+    assert {shape.gate for _, shape in products._chosen} == {"", gate}
 
 
 @pytest.mark.gpu
