@@ -1,13 +1,16 @@
-// A product of some dozens to 256 rows on Hopper: out [rows, outputs] = x [rows, inputs] @ weight [outputs, inputs].T
+// A product of up to 256 rows on Hopper: out [rows, outputs] = x [rows, inputs] @ weight [outputs, inputs].T
 // (+ residual), or, with a GATE, out [rows, outputs / 2] = act(first half of the outputs) * second half.
 //
-// One tile a block, all tiles at once: a cluster of SPLIT blocks takes OUTPUTS outputs, each of its blocks a share of
-// the inputs, and OUTPUTS are so many that the clusters of one wave take them all. Tokens (rows, padded) are the rows
-// of what the tensor cores multiply, 64 to a warpgroup; outputs are its columns, so that no tile is padded:
+// One tile a block, all tiles at once: a cluster of SPLIT blocks takes OUTPUTS outputs of TOKENS tokens (rows, padded),
+// each of its blocks a share of the inputs, and OUTPUTS are so many that the clusters of one wave take them all. Tokens
+// are the rows of what the tensor cores multiply, 64 to a warpgroup; outputs are its columns, any multiple of 8:
 //
 //                 inputs  | block 0 of the cluster | block 1 |    two rings, 128 bytes a row, swizzled:
 //      weight    OUTPUTS  | step 0 | step 1 | ...  | ...     |       weights  W_STAGES of [WIDE][OUTPUTS][64]
 //      of a GATE: half of them gates, half what they let through     inputs   X_STAGES of [WIDE][TOKENS][64]
+//
+// A box of inputs holds as many rows as there are: filling it up with zeros is slow, and what lies in the rows behind it
+// is multiplied for sums that nobody reads.
 //
 // Weights come from memory, and the first of them are asked for while the kernel before still runs; inputs come from the
 // L2, later and sooner: that is why each has a ring. At the end sums lie where the rings were, those of other blocks of
@@ -46,13 +49,16 @@ INLINE float4 gated(float4 gate, float4 passed) {
 
 extern "C" __global__ void __launch_bounds__(MULTIPLIERS + LOADERS, 1)
 product_tiles(const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap x, const u16* residual, u16* out,
-              int rows, int outputs, int steps) {
+              int rows, int box, int outputs, int steps) {
   extern __shared__ __align__(1024) unsigned char memory[];
   u64* barriers = reinterpret_cast<u64*>(memory + ROOM);
   const u32 weights = shared_address(memory), inputs = weights + W_STAGES * W_STAGE;
   const u32 w_full = shared_address(barriers), x_full = w_full + 8 * W_STAGES, done = x_full + 8 * X_STAGES;
   const u32 free = done + 8 * X_STAGES, received = free + 8;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, tile = blockIdx.x / SPLIT, part = blockIdx.x % SPLIT;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, part = blockIdx.x % SPLIT;
+  const int tiles_of_rows = (rows + box - 1) / box;  // side by side, so that they find the weights in the L2
+  const int tile = blockIdx.x / SPLIT / tiles_of_rows, before = blockIdx.x / SPLIT % tiles_of_rows * box;
+  rows = min(rows - before, box);
   const int first = steps * part / SPLIT, count = steps * (part + 1) / SPLIT - first;
 
   if (threadIdx.x == MULTIPLIERS) {
@@ -89,9 +95,9 @@ product_tiles(const __grid_constant__ TensorMap weight, const __grid_constant__ 
       };
       auto load_inputs = [&](int n) {
         const u32 to = inputs + n % X_STAGES * X_STAGE, full = x_full + n % X_STAGES * 8;
-        arrive_expecting(full, X_STAGE);
+        arrive_expecting(full, WIDE * box * 128);
 #pragma unroll
-        for (int k = 0; k < WIDE; k++) load_box(to + k * X_BYTES, &x, ((first + n) * WIDE + k) * 64, 0, full, READ_OFTEN);
+        for (int k = 0; k < WIDE; k++) load_box(to + k * X_BYTES, &x, ((first + n) * WIDE + k) * 64, before, full, READ_OFTEN);
       };
       for (int n = 0; n < min(W_STAGES, count); n++) load_weights(n);
       wait_for_earlier_kernels();
@@ -182,7 +188,7 @@ product_tiles(const __grid_constant__ TensorMap weight, const __grid_constant__ 
   for (int i = threadIdx.x; i < mine * FOURS; i += MULTIPLIERS) {
     const int token = i / FOURS, place = i % FOURS * 4, output = tile * GIVEN + place;
     if (output >= width) continue;
-    const long long to = static_cast<long long>(part * tokens + token) * width + output;
+    const long long to = static_cast<long long>(before + part * tokens + token) * width + output;
     float4 sum = joined(token, place);
     if (GATE != NO_GATE)
       sum = gated(sum, joined(token, OUTPUTS / 2 + place));

@@ -1,4 +1,4 @@
-"""Products of some dozens to 256 rows on Hopper: what ``product_tiles.cu`` is launched with, and in which ways."""
+"""Products of up to 256 rows on Hopper, in tiles: what ``product_tiles.cu`` is launched with, and in which ways."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from torch import Tensor
 from octavo.kernels.hopper.compiler import BLOCK_BYTES, Kernel, clusters, compiled, tensor_map, usable
 from octavo.kernels.hopper.wgmma import multiplication
 
-LEAST_ROWS = 33
-"""Of fewer, streams of weights (``product.py``) are faster, as most of 64 rows would be padding."""
 MOST_ROWS = 256
 
 GATES = ("silu", "gelu_tanh")
@@ -27,25 +25,29 @@ _ENTRY_SUMS = {3: 88, 4: 56}
 
 @dataclass(frozen=True)
 class Tiling:
-    """How a product is shared out: each tile to a cluster of ``split`` blocks, in steps of ``64 * wide`` inputs. Inputs
-    are asked for ``ahead`` steps before they are multiplied, weights for ``burst`` steps together."""
+    """How a product is shared out: tiles of up to ``64 * groups`` rows (0: of all), each to a cluster of ``split``
+    blocks, in steps of ``64 * wide`` inputs. Inputs are asked for ``ahead`` steps before they are multiplied, weights
+    for ``burst`` steps together."""
 
+    groups: int
     split: int
     wide: int
     ahead: int
     burst: int
 
     def __str__(self) -> str:
-        return f"tiles split by {self.split}, {64 * self.wide} inputs, {self.ahead} ahead, bursts of {self.burst}"
+        rows = f"tiles of {64 * self.groups} rows" if self.groups else "tiles"
+        return f"{rows} split by {self.split}, {64 * self.wide} inputs, {self.ahead} ahead, bursts of {self.burst}"
 
 
 TILINGS = (
-    Tiling(1, 1, 4, 1),
-    Tiling(1, 1, 4, 2),
-    Tiling(1, 1, 3, 1),
-    Tiling(2, 1, 6, 1),
-    Tiling(2, 1, 4, 1),
-    Tiling(2, 2, 4, 1),
+    Tiling(0, 1, 1, 4, 1),
+    Tiling(0, 1, 1, 4, 2),
+    Tiling(0, 1, 2, 3, 1),
+    Tiling(0, 2, 1, 4, 1),
+    Tiling(0, 2, 1, 6, 1),
+    Tiling(0, 2, 2, 4, 1),
+    Tiling(2, 2, 1, 4, 1),
 )
 """Those that were among the fastest for some shape of an 8B model on an H200 (docs/kernels/product.md)."""
 
@@ -61,18 +63,21 @@ class _Memory:
 
 def tilings(device: torch.device, rows: int, outputs: int, inputs: int, gate: str = "") -> list[Tiling]:
     """Ways of multiplying ``rows`` rows on a device; none where the kernel does not serve."""
-    if not usable(device) or not LEAST_ROWS <= rows <= MOST_ROWS or outputs % 8 or inputs % 8:
+    if not usable(device) or not 0 < rows <= MOST_ROWS or outputs % 8 or inputs % 8:
         return []
-    groups = _groups(rows)
-    return [
-        tiling for tiling in TILINGS if _memory(groups, _tile(outputs, _at_once(device, tiling), groups, gate), tiling)
-    ]
+    found = []
+    for tiling in TILINGS:
+        if tiling.groups < -(-rows // 64):
+            layout = _layout(device, rows, outputs, tiling, gate)
+            if _memory(layout.groups, layout.outputs, tiling):
+                found.append(tiling)
+    return found
 
 
 def prepare(tiling: Tiling, gate: str, x: Tensor, weight: Tensor) -> None:
     """Compile what ``run`` will launch, if nobody has."""
-    groups = _groups(x.shape[:-1].numel())
-    _code(x.dtype == torch.bfloat16, groups, _tile(len(weight), _at_once(x.device, tiling), groups, gate), tiling, gate)
+    layout = _layout(x.device, x.shape[:-1].numel(), len(weight), tiling, gate)
+    _code(x.dtype == torch.bfloat16, layout.groups, layout.outputs, tiling, gate)
 
 
 def run(tiling: Tiling, gate: str, x: Tensor, weight: Tensor, residual: Tensor | None, out: Tensor) -> None:
@@ -80,22 +85,31 @@ def run(tiling: Tiling, gate: str, x: Tensor, weight: Tensor, residual: Tensor |
     halves A and B, ``out [..., N / 2] = act(A) * B``. All contiguous and of one 16-bit type."""
     outputs, inputs = weight.shape
     x = x.view(-1, inputs)
-    groups = _groups(len(x))
-    tile = _tile(outputs, _at_once(x.device, tiling), groups, gate)
-    kernel = _kernel(x.device.index, x.dtype == torch.bfloat16, groups, tile, tiling, gate)
-    boxes = ((weight, tile // 2 if gate else tile), (x, 64 * groups))
-    maps = [tensor_map(t, (inputs, len(t)), (2 * inputs,), (64, box)) for t, box in boxes]
+    layout = _layout(x.device, len(x), outputs, tiling, gate)
+    kernel = _kernel(x.device.index, x.dtype == torch.bfloat16, layout.groups, layout.outputs, tiling, gate)
+    box = -(-len(x) // layout.tiles_of_rows)
+    boxes = ((weight, layout.outputs // 2 if gate else layout.outputs), (x, box))
+    maps = [tensor_map(t, (inputs, len(t)), (2 * inputs,), (64, rows)) for t, rows in boxes]
     places = [c_void_p(0 if residual is None else residual.data_ptr()), c_void_p(out.data_ptr())]
-    numbers = map(c_int, (len(x), outputs, -(-inputs // (64 * tiling.wide))))
-    kernel.launch((-(-outputs // tile) * tiling.split, 1), (*maps, *places, *numbers))
+    numbers = map(c_int, (len(x), box, outputs, -(-inputs // (64 * tiling.wide))))
+    kernel.launch((-(-outputs // layout.outputs) * layout.tiles_of_rows * tiling.split, 1), (*maps, *places, *numbers))
 
 
-def _groups(rows: int) -> int:
-    return -(-rows // 64)
+@dataclass(frozen=True)
+class _Layout:
+    """Tiles of ``64 * groups`` rows and so many ``outputs``."""
+
+    groups: int
+    outputs: int
+    tiles_of_rows: int
 
 
-def _at_once(device: torch.device, tiling: Tiling) -> int:
-    return clusters(device, tiling.split)
+@cache
+def _layout(device: torch.device, rows: int, outputs: int, tiling: Tiling, gate: str) -> _Layout:
+    groups = tiling.groups or -(-rows // 64)
+    tiles_of_rows = -(-rows // (64 * groups))
+    at_once = clusters(device, tiling.split) // tiles_of_rows
+    return _Layout(groups, _tile(outputs, at_once, groups, gate), tiles_of_rows)
 
 
 def _halves(tile: int, groups: int) -> int:

@@ -1,4 +1,4 @@
-// What the two products (product.cu, product_tiles.cu) share: boxes of a tensor by the copy engine, the descriptor of a
+// What the two products (product_streams.cu, product_tiles.cu) share: boxes of a tensor by the copy engine, the descriptor of a
 // matrix for the tensor cores (wgmma), and other blocks of a cluster (PTX ISA 8.0, "cp.async.bulk.tensor", "mapa").
 #pragma once
 

@@ -1,12 +1,11 @@
 """``octavo::product``: a Linear layer of few rows, and the residual behind it, by an algorithm that was measured.
 
 cuBLASLt proposes eight or so algorithms for a product and torch takes the first. At 64 to 192 rows another one is up to
-10 % faster; on Hopper, octavo has two kernels of its own (``hopper/product.py`` for few rows, ``product_tiles.py`` for
-some dozens to 256), in several ways of sharing out the work. Each of them adds a residual for nothing, where an
-addition of its own costs a launch, and tiles gate, too: ``octavo::gated_product`` is gate, up and the activation of an
-MLP. Which one is the fastest depends on the card, so it is tried: within ``choosing()`` every call notes what it
-multiplies, and at the end of the block each shape that is new is timed over several weights, one after the other, as a
-step will run them::
+10 % faster; on Hopper, octavo has two kernels of its own (``hopper/product_streams.py`` and ``product_tiles.py``), each
+in several ways of sharing out the work. All of them add a residual for nothing, where an addition of its own costs a
+launch, and tiles gate, too: ``octavo::gated_product`` is gate, up and the activation of an MLP. Which one is the
+fastest depends on the card, so it is tried: within ``choosing()`` every call notes what it multiplies, and at the end
+of the block each shape that is new is timed over several weights, one after the other, as a step will run them::
 
     choosing():   product(x, w of layer 0, r)  product(x, w of layer 1, r) ...     noted, and computed by torch
     at its end:   algorithm 0: [w0 w1 w2 ...] algorithm 1: [w0 w1 w2 ...] ...      timed, as CUDA graphs
@@ -36,7 +35,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.kernels.cache_dir import cache_dir, put
-from octavo.kernels.hopper import product as streams
+from octavo.kernels.hopper import product_streams as streams
 from octavo.kernels.hopper import product_tiles as tiles
 from octavo.kernels.hopper.compiler import usable
 from octavo.kernels.products import cublaslt

@@ -36,8 +36,7 @@ from test_select import ScoreCase, TopkCase, boxes, ranked
 from test_step import State
 
 from octavo.kernels import ops
-from octavo.kernels.hopper import product as products
-from octavo.kernels.hopper import product_tiles
+from octavo.kernels.hopper import product_streams, product_tiles
 from octavo.kernels.layout import pool_shape
 from octavo.kernels.products.product import ACTIVATIONS
 
@@ -274,8 +273,8 @@ def product(device: str) -> None:
     x, residual = torch.randn(5, 328).to(device, DTYPE), torch.randn(5, 200).to(device, DTYPE)
     weight, out = (torch.randn(200, 328) / 18).to(device, DTYPE), torch.empty_like(residual)
     want = residual.double() + x.double() @ weight.double().T
-    for way in products.ways(x.device, 5, 200, 328):
-        products.run(way, x, weight, residual, out)
+    for way in product_streams.ways(x.device, 5, 200, 328):
+        product_streams.run(way, x, weight, residual, out)
         assert (out.double() - want).norm() <= SLACK[DTYPE] * want.norm(), way
     for rows, gate in ((40, ""), (130, "silu"), (70, ""), (250, "gelu_tanh")):
         x = torch.randn(rows, 328).to(device, DTYPE)

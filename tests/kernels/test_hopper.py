@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from octavo.kernels import ops
-from octavo.kernels.hopper import compiler, decode, product, product_tiles
+from octavo.kernels.hopper import compiler, decode, product_streams, product_tiles
 from octavo.kernels.layout import ID_SHIFT, VALID_MASK, pack_entries
 from octavo.kernels.products import product as products
 from octavo.kernels.products.cublaslt import Shape
@@ -40,21 +40,18 @@ def test_decode_compiles(other):
     assert compiler.compiled("decode", {**PLAIN, **other}).startswith(b"\x7fELF")
 
 
-@pytest.mark.parametrize("way", product.WAYS, ids=str)
-@pytest.mark.parametrize("rows", [1, 33, 128])
-def test_product_compiles(way, rows):
-    tokens = product._padded(rows)
-    if product._stages(tokens, way) < product.LEAST_STAGES:
-        pytest.skip("not offered")
-    assert product._code(True, tokens, way)
+@pytest.mark.parametrize("way", product_streams.WAYS, ids=str)
+@pytest.mark.parametrize("rows", [1, 33, 64])
+def test_streams_compile(way, rows):
+    assert product_streams._code(True, product_streams._padded(rows), way)
 
 
 @pytest.mark.parametrize("gate", ["", *product_tiles.GATES])
 @pytest.mark.parametrize(("outputs", "at_once"), [(28_672, 132), (6144, 66), (40, 132), (40_000, 30)])
-@pytest.mark.parametrize("rows", [33, 128, 192, 256])
+@pytest.mark.parametrize("rows", [1, 128, 192, 256])
 def test_tiles_compile(rows, outputs, at_once, gate):
     """The largest and the smallest; the first tiling that fits, and the last."""
-    groups = product_tiles._groups(rows)
+    groups = math.ceil(rows / 64)
     tile = product_tiles._tile(outputs, at_once, groups, gate)
     fitting = [tiling for tiling in product_tiles.TILINGS if product_tiles._memory(groups, tile, tiling)]
     for tiling in {fitting[0], fitting[-1]}:
@@ -63,7 +60,7 @@ def test_tiles_compile(rows, outputs, at_once, gate):
 
 def test_tiles_take_all_outputs_in_the_fewest_waves():
     for outputs, at_once, groups, gate in combinations(
-        (8, 40, 4096, 6144, 28_672, 250_000), (30, 66, 132), (1, 2, 3, 4), ("", "silu")
+        (8, 40, 4096, 6144, 28_672, 250_000), (15, 30, 66, 132), (1, 2, 3, 4), ("", "silu")
     ):
         tile = product_tiles._tile(outputs, at_once, groups, gate)
         most, grain = product_tiles._MOST_OUTPUTS[groups], 16 if gate or groups > 2 else 8
@@ -75,7 +72,16 @@ def test_tiles_take_all_outputs_in_the_fewest_waves():
             memory = product_tiles._memory(groups, tile, tiling)
             if memory is not None:
                 assert memory.shared <= compiler.BLOCK_BYTES and memory.stages >= tiling.ahead + tiling.burst - 1
-                assert memory.stages > tiling.ahead or tiling.burst == 1  # or the last weights were never asked for
+
+
+def test_tiles_of_rows_hold_all_of_them(monkeypatch):
+    monkeypatch.setattr(product_tiles, "clusters", lambda device, blocks: {1: 132, 2: 66, 4: 30}[blocks])
+    for rows, tiling in combinations(range(1, product_tiles.MOST_ROWS + 1), product_tiles.TILINGS):
+        if tiling.groups < math.ceil(rows / 64):
+            layout = product_tiles._layout(torch.device("cpu"), rows, 4096, tiling, "")
+            box = math.ceil(rows / layout.tiles_of_rows)
+            assert box <= 64 * layout.groups and (layout.tiles_of_rows - 1) * box < rows <= layout.tiles_of_rows * box
+    product_tiles._layout.cache_clear()
 
 
 def test_what_does_not_compile_is_said_with_the_compilers_words():
@@ -146,16 +152,17 @@ def test_blocks_find_room():
         shared = decode._shared_bytes(head_dim, group, unit)
         blocks = settings.launch("decode_hopper", str(head_dim), torch.device("cpu"))["programs_per_sm"]
         assert blocks * (shared + 1024) <= compiler.SHARED_BYTES
-    for rows, way in combinations(range(1, product.MOST_ROWS + 1), product.WAYS):
-        tokens = product._padded(rows)
+    for rows, way in combinations(range(1, product_streams.MOST_ROWS + 1), product_streams.WAYS):
+        tokens = product_streams._padded(rows)
         assert rows <= tokens and tokens % 8 == 0
-        stages = product._stages(tokens, way)
-        assert stages == 0 or way.blocks * (product._shared_bytes(tokens, way, stages) + 1024) <= compiler.SHARED_BYTES
+        stages = product_streams._stages(tokens, way)
+        assert stages >= product_streams.LEAST_STAGES or way.blocks > 1  # there is always one
+        assert way.blocks * (product_streams._shared_bytes(tokens, way, stages) + 1024) <= compiler.SHARED_BYTES
 
 
 def test_a_cpu_has_none_of_it():
     cpu = torch.device("cpu")
-    assert not compiler.usable(cpu) and product.ways(cpu, 1, 64, 64) == []
+    assert not compiler.usable(cpu) and product_streams.ways(cpu, 1, 64, 64) == []
     assert product_tiles.tilings(cpu, 64, 64, 64) == []
     x = torch.zeros(1, 8, 128, dtype=torch.bfloat16)
     assert not decode.serves(x, None, torch.zeros(2, 1, 2, 8, 16, 128, dtype=torch.bfloat16), None)
@@ -176,21 +183,21 @@ hopper = pytest.mark.skipif(
 def test_every_way_gives_the_product(dtype, adds, outputs, inputs):
     """Padding is neither read nor written, and sums do not depend on what runs beside them."""
     torch.manual_seed(0)
-    for rows in (1, 2, 8, 9, 31, 48, 65, 100, 128):
+    for rows in (1, 2, 8, 9, 31, 48, 50, 64):
         x = torch.randn(rows, inputs, device="cuda", dtype=dtype)
         weight = torch.randn(outputs, inputs, device="cuda", dtype=dtype) / inputs**0.5
         residual = torch.randn(rows, outputs, device="cuda", dtype=dtype) if adds else None
         want = x.double() @ weight.double().T + (residual.double() if adds else 0)
-        ways = product.ways(x.device, rows, outputs, inputs)
+        ways = product_streams.ways(x.device, rows, outputs, inputs)
         assert ways
         for way in ways:
             room = torch.full((rows + 2, outputs), float("nan"), device="cuda", dtype=dtype)
-            product.run(way, x, weight, residual, room[1:-1])
+            product_streams.run(way, x, weight, residual, room[1:-1])
             error = (room[1:-1].double() - want).norm() / want.norm()
             assert error < 4e-3, f"{rows} rows, {way}: {error}"
             assert room[0].isnan().all() and room[-1].isnan().all()
             again = torch.empty_like(want, dtype=dtype)
-            product.run(way, x, weight, residual, again)
+            product_streams.run(way, x, weight, residual, again)
             assert torch.equal(again, room[1:-1])
 
 
@@ -205,7 +212,7 @@ def test_every_tiling_gives_the_product(dtype, kind, outputs, inputs):
     """Padding is neither read nor written, and sums do not depend on what runs beside them."""
     torch.manual_seed(0)
     gate = kind if kind in product_tiles.GATES else ""
-    for rows in (33, 63, 64, 65, 100, 128, 129, 192, 250, 256):
+    for rows in (1, 7, 33, 64, 65, 100, 128, 129, 192, 205, 250, 256):
         x = torch.randn(rows, inputs, device="cuda", dtype=dtype)
         weight = torch.randn(outputs, inputs, device="cuda", dtype=dtype) / inputs**0.5
         want, residual = x.double() @ weight.double().T, None
@@ -236,7 +243,7 @@ def test_products_in_a_row_wait_for_each_other():
     weights = [torch.randn(1024, 1024, device="cuda", dtype=torch.bfloat16) / 32 for _ in range(24)]
     for rows in (1, 16, 100, 200):
         x = start = torch.randn(rows, 1024, device="cuda", dtype=torch.bfloat16)
-        ways = product.ways(x.device, rows, 1024, 1024) + product_tiles.tilings(x.device, rows, 1024, 1024)
+        ways = product_streams.ways(x.device, rows, 1024, 1024) + product_tiles.tilings(x.device, rows, 1024, 1024)
         one_by_one = start
         for i, weight in enumerate(weights):
             one_by_one = run(ways[i % len(ways)], one_by_one, weight)
@@ -250,8 +257,8 @@ def test_products_in_a_row_wait_for_each_other():
 
 def run(way, x, weight):
     out = torch.empty(len(x), len(weight), device=x.device, dtype=x.dtype)
-    if isinstance(way, product.Way):
-        product.run(way, x, weight, x, out)
+    if isinstance(way, product_streams.Way):
+        product_streams.run(way, x, weight, x, out)
     else:
         product_tiles.run(way, "", x, weight, x, out)
     return out
@@ -267,7 +274,7 @@ def test_a_choice_that_was_kept_can_be_captured(monkeypatch, tmp_path):
     own = next(name for name in products._proposals(0, Shape(3, 4096, 4096, x.dtype, False)) if "hopper" in name)
     for _ in range(2):
         monkeypatch.setattr(products, "_chosen", {})
-        product._kernel.cache_clear()
+        product_streams._kernel.cache_clear()
         products._keep(0, str(Shape(3, 4096, 4096, x.dtype, False)), own)
         with products.choosing():
             want = products.product(x, weights[0], None)

@@ -1,33 +1,34 @@
 // A product of few rows on Hopper: out [rows, outputs] = x [rows, inputs] @ weight [outputs, inputs].T (+ residual).
 //
 // With few rows a product is a stream of weights. A cluster of SPLIT blocks takes OUTPUTS outputs at a time, and each of
-// its blocks a share of the inputs; TOKENS tokens (rows, padded) are the columns of what the tensor cores multiply, as
-// the outputs are its rows, 64 at a time:
+// its blocks a share of the inputs; outputs are the rows of what the tensor cores multiply, TOKENS tokens (rows, padded)
+// its columns:
 //
 //              inputs  | block 0 of the cluster | block 1 |       a stage of a block's ring, 128 bytes a row, swizzled:
 //     weight  OUTPUTS  | step 0 | step 1 | ...  | ...     |           weight [WIDE][OUTPUTS][64]
 //             OUTPUTS  | ...                              |           x      [WIDE][TOKENS][64]
 //
-// A warp asks for the stages by the copy engine; one warpgroup multiplies them. Each block of a cluster joins a part of
-// the outputs: the others' sums of it are copied over, and added up in the order of the blocks, so that a product is
-// always rounded alike. What does not depend on the kernel before, the first stages of weights, is asked
-// for while that one still runs.
+// A warp asks for the stages by the copy engine; one warpgroup multiplies them. What does not depend on the kernel
+// before, the first stages of weights, is asked for while that one still runs. A box of x holds as many rows as there
+// are: filling it up with zeros is slow, and what lies behind them is multiplied for sums that nobody reads. Each block
+// of a cluster joins a part of the outputs: the others' sums of it are copied over, and added up in the order of the
+// blocks, so that a product is always rounded alike.
 //
-// Macros: TOKENS, OUTPUTS, WIDE (steps are 64 WIDE inputs), STAGES, SPLIT, BF16. multiply() is generated (product.py).
+// Macros: TOKENS, WIDE (steps are 64 WIDE inputs), STAGES, SPLIT, BF16. multiply() is generated (wgmma.py).
 
 #include "products.h"
 
+#define OUTPUTS 64
 #define W_BYTES (OUTPUTS * 128)
 #define X_BYTES (TOKENS * 128)
 #define STAGE_BYTES (WIDE * (W_BYTES + X_BYTES))
 #define PART (OUTPUTS / SPLIT)  // outputs that a block joins
 #define PITCH (PART + 4)  // of a token's sums, so that the threads of a warp write to different banks
-#define SLICES (OUTPUTS / 64)
 #define MULTIPLIERS 128
 
 extern "C" __global__ void __launch_bounds__(MULTIPLIERS + 32, 1)
-product(const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap x, const u16* residual, u16* out,
-        int rows, int outputs, int steps, int shares) {
+product_streams(const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap x, const u16* residual, u16* out,
+                int rows, int outputs, int steps, int shares) {
   extern __shared__ __align__(1024) unsigned char memory[];
   float* own = reinterpret_cast<float*>(memory + STAGES * STAGE_BYTES);  // sums [SPLIT, TOKENS, PITCH], by who joins them
   float* others = own + SPLIT * TOKENS * PITCH;  // [SPLIT - 1, TOKENS, PITCH], what this block joins of the others' sums
@@ -55,7 +56,7 @@ product(const __grid_constant__ TensorMap weight, const __grid_constant__ Tensor
   if (warp == 4) {
     if (lane == 0) {
       auto load_weight = [&](int stage, int share, int step) {
-        arrive_expecting(full + 8 * stage, STAGE_BYTES);
+        arrive_expecting(full + 8 * stage, WIDE * (W_BYTES + rows * 128));
         for (int k = 0; k < WIDE; k++)
           load_box(stages + stage * STAGE_BYTES + k * W_BYTES, &weight, (step * WIDE + k) * 64, share * OUTPUTS,
                    full + 8 * stage, READ_ONCE);
@@ -88,20 +89,18 @@ product(const __grid_constant__ TensorMap weight, const __grid_constant__ Tensor
   let_next_kernel_start();
   int n = 0, turn = 0;
   for (int share = cluster; share < shares; share += clusters, turn++) {
-    float sums[SLICES][TOKENS / 2];
+    float sums[TOKENS / 2];
     if (first == last)
 #pragma unroll
-      for (int i = 0; i < SLICES * TOKENS / 2; i++) sums[i / (TOKENS / 2)][i % (TOKENS / 2)] = 0;
+      for (int i = 0; i < TOKENS / 2; i++) sums[i] = 0;
     for (int step = first; step < last; step++, n++) {
       const u32 at = stages + n % STAGES * STAGE_BYTES;
       wait(full + 8 * (n % STAGES), (n / STAGES) & 1);
       asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
       for (int k = 0; k < 4 * WIDE; k++)
-#pragma unroll
-        for (int slice = 0; slice < SLICES; slice++)
-          multiply(sums[slice], matrix(at + k / 4 * W_BYTES + slice * 8192) + 2 * (k % 4),
-                   matrix(at + WIDE * W_BYTES + k / 4 * X_BYTES) + 2 * (k % 4), step > first || k > 0);
+        multiply(sums, matrix(at + k / 4 * W_BYTES) + 2 * (k % 4),
+                 matrix(at + WIDE * W_BYTES + k / 4 * X_BYTES) + 2 * (k % 4), step > first || k > 0);
       asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
       if (step > first) {  // the step before this one is done with its stage
         asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
@@ -113,12 +112,10 @@ product(const __grid_constant__ TensorMap weight, const __grid_constant__ Tensor
 
     if (turn > 0) wait(joined, (turn - 1) & 1);
 #pragma unroll
-    for (int slice = 0; slice < SLICES; slice++)
-#pragma unroll
-      for (int i = 0; i < TOKENS / 2; i++) {
-        int output = slice * 64 + warp * 16 + lane / 4 + i % 4 / 2 * 8, token = i / 4 * 8 + lane % 4 * 2 + i % 2;
-        own[(output / PART * TOKENS + token) * PITCH + output % PART] = sums[slice][i];
-      }
+    for (int i = 0; i < TOKENS / 2; i++) {
+      int output = warp * 16 + lane / 4 + i % 4 / 2 * 8, token = i / 4 * 8 + lane % 4 * 2 + i % 2;
+      own[(output / PART * TOKENS + token) * PITCH + output % PART] = sums[i];
+    }
     if (SPLIT > 1) written_for_copies();
     asm volatile("bar.sync 1, %0;" ::"n"(MULTIPLIERS) : "memory");
     if (SPLIT > 1) {
