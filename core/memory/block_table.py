@@ -16,13 +16,26 @@ LEAF_PAGES = 128
 
 class Leaf:
     """Up to ``LEAF_PAGES`` pages, and the number of tables that hold the leaf. Page 0 is a hole: a page that was let
-    go of because nobody sees it any more."""
+    go of because nobody sees it any more. ``pages`` begin a row that has room for all: one more costs no copy."""
 
-    __slots__ = ("pages", "tables")
+    __slots__ = ("_row", "pages", "tables")
 
     def __init__(self, pages: Pages) -> None:
-        self.pages = pages
+        self._row = np.empty(LEAF_PAGES, np.int32)
+        self.pages = self._row[:0]
+        self.extend(pages)
         self.tables = 1
+
+    def extend(self, pages: Pages) -> None:
+        """Add pages at the end; there is room for them."""
+        before = len(self.pages)
+        self.pages = self._row[: before + len(pages)]
+        self.pages[before:] = pages
+
+    def append(self, page: int) -> None:
+        before = len(self.pages)
+        self._row[before] = page
+        self.pages = self._row[: before + 1]
 
     @property
     def listed(self) -> Pages:
@@ -100,13 +113,20 @@ class BlockTable:
             return
         room = -self.n_pages % LEAF_PAGES
         if room:
-            leaf = self._own_leaf(len(self._root) - 1)
-            leaf.pages = np.concatenate([leaf.pages, pages[:room]])
+            self._own_leaf(len(self._root) - 1).extend(pages[:room])
         if room < len(pages):
-            self._root += [Leaf(pages[i : i + LEAF_PAGES].copy()) for i in range(room, len(pages), LEAF_PAGES)]
+            self._root += [Leaf(pages[i : i + LEAF_PAGES]) for i in range(room, len(pages), LEAF_PAGES)]
         if self.first_page == self.n_pages:
             self.first_page += int(np.argmax(pages > 0)) if pages.any() else len(pages)
         self.n_pages += len(pages)
+
+    def append_page(self, page: int) -> None:
+        """The same of one page, which is no hole."""
+        if self.n_pages % LEAF_PAGES:
+            self._own_leaf(len(self._root) - 1).append(page)
+        else:
+            self._root.append(Leaf(np.array([page], np.int32)))
+        self.n_pages += 1
 
     def extend(self, pages: int, layout: PageLayout) -> None:
         """Let the table have ``pages`` pages of a sequence laid out so. Precondition: as many units are available."""
@@ -172,7 +192,7 @@ class BlockTable:
             gone = leaf.pages[kept:][::-1]
             self._pool.release(gone[gone > 0])
             self.n_pages -= len(leaf.pages) - kept
-            leaf.pages = leaf.pages[:kept].copy()
+            leaf.pages = leaf.pages[:kept]
             if kept == 0:
                 self._root.pop()
         self.first_page = min(self.first_page, self.n_pages)
@@ -191,7 +211,7 @@ class BlockTable:
         if leaf.tables > 1:
             leaf.tables -= 1
             self._pool.retain(leaf.listed)
-            leaf = self._root[index] = Leaf(leaf.pages.copy())
+            leaf = self._root[index] = Leaf(leaf.pages)
         return leaf
 
 
@@ -202,8 +222,8 @@ def append_pages(tables: Sequence[BlockTable], pool: PagePool, units: int) -> Pa
         pages = pool.allocate_each(units, [table.near for table in tables])
     else:
         pages = pool.allocate(len(tables), units)
-    for number, table in enumerate(tables):
-        table.append(pages[number : number + 1])
+    for table, page in zip(tables, pages.tolist(), strict=True):
+        table.append_page(page)
     return pages
 
 
