@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from functools import partial
+from itertools import repeat
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -148,6 +149,7 @@ class Engine:
         self._arrivals = 0
         self._steps = 0
         self._flight: Flight | None = None
+        self._ended = False  # somebody has who may be in it
         self._undelivered: list[StepOutput] = []
         self._productions = Productions()
         self._stepping = Lock()
@@ -350,19 +352,24 @@ class Engine:
                 return
             batch, tokens = batch.only(exact), tokens[exact]
         try:
-            if full := [sequence for sequence in batch.sequences if sequence.computed >= sequence.full_at]:
-                self._publisher.publish(full)
+            self._publish_filled(batch)
         finally:  # whoever has its token hears of it
             self._make_news(batch, tokens)
 
+    def _publish_filled(self, batch: DecodeBatch) -> None:
+        filled = batch.filled
+        if len(filled):
+            members = [batch.sequences[row] for row in filled.tolist()]
+            self._publisher.publish(sequence for sequence in members if sequence.computed >= sequence.full_at)
+            batch.fills[filled] = [sequence.full_at for sequence in members]
+
     def _make_news(self, batch: DecodeBatch, tokens: NDArray[np.int64]) -> None:
-        looks = batch.needs_look(tokens).tolist()
-        for sequence, token, look in zip(batch.sequences, tokens.tolist(), looks, strict=True):
-            if look:
-                sequence.drafts.begin()
-                self._undelivered.append(self._take(sequence, token))
-            else:
-                self._undelivered.append(StepOutput(sequence.request.request_id, sequence.sample, [token], ""))
+        first, one_each = len(self._undelivered), tokens[:, None].tolist()
+        self._undelivered += map(StepOutput, batch.request_ids, batch.samples, one_each, repeat(""))
+        for row in np.flatnonzero(batch.needs_look(tokens)).tolist():
+            sequence = batch.sequences[row]
+            sequence.drafts.begin()
+            self._undelivered[first + row] = self._take(sequence, int(tokens[row]))
 
     def _pass(self, plan: StepPlan) -> None:
         """Compute a plan, publish what it filled and take the tokens it yields; news go to ``_undelivered``."""
@@ -541,7 +548,7 @@ class Engine:
         if reason in ("length", MARKER) and sequence.detokenizer is not None and sequence.detokenizer.stopped:
             reason = "stop"  # the stop string ended in a token that also held half a character
         self._runner.accounts.settle()  # of what is computed after its end it is not told
-        sequence.finish_reason = reason
+        sequence.finish_reason, self._ended = reason, True
         sequence.kv_bytes_resident = int(self._pool.size[sequence.held].sum()) * self._runner.kv[0].nbytes
         if request.keep is not None and sequence in self._scheduler.running and not sequence.returns:
             self._scheduler.park(sequence)

@@ -32,6 +32,7 @@ class DecodeBatch:
         prompts    int64 [n]       tokens of the prompt
         turns      int64 [n]       the first position at which pages are taken or let go of (``Sequence.turn``)
         stops      int64 [n]       the first position that is never computed, since the token there is the last
+        fills      int64 [n]       with so many tokens computed a page is full that has no node (``Sequence.full_at``)
         halts      int64 [n]       the first position that waits for the tokens in front of it: where drafts begin, or
                                    the last of a round is verified
         rounds     int64 [n]       where its round of drafts has begun: the first token whose KV is not exact
@@ -50,6 +51,7 @@ class DecodeBatch:
     prompts: NDArray[np.int64]
     turns: NDArray[np.int64]
     stops: NDArray[np.int64]
+    fills: NDArray[np.int64]
     halts: NDArray[np.int64]
     rounds: NDArray[np.int64]
     most: NDArray[np.int64]
@@ -81,6 +83,7 @@ class DecodeBatch:
                     len(request.prompt),
                     sequence.turn,
                     NEVER if chunk.draft else request.limit - 1,
+                    sequence.full_at,
                     halt,
                     sequence.computed,
                     drafts.most if chunk.draft else 0,
@@ -89,7 +92,8 @@ class DecodeBatch:
                     0 if method is None or chunk.draft else whole_tokens(method),
                 )
             )
-        starts, prompts, turns, stops, halts, rounds, most, limits, chooser, whole = np.array(rows, np.int64).T.copy()
+        columns = np.array(rows, np.int64).T.copy()
+        starts, prompts, turns, stops, fills, halts, rounds, most, limits, chooser, whole = columns
         members = [chunk.sequence for chunk in chunks]
         ending = np.full((len(chunks), max(len(s.request.ending) for s in members)), -1, np.int64)
         for row, sequence in enumerate(members):
@@ -101,6 +105,7 @@ class DecodeBatch:
             prompts=prompts,
             turns=turns,
             stops=stops,
+            fills=fills,
             halts=halts,
             rounds=rounds,
             most=most,
@@ -120,6 +125,16 @@ class DecodeBatch:
     def drafts(self) -> bool:
         """Whether some of the tokens are for drafts."""
         return bool(self.drafting.any())
+
+    @cached_property
+    def request_ids(self) -> list[str]:
+        """The ids of their requests."""
+        return [sequence.request.request_id for sequence in self.sequences]
+
+    @cached_property
+    def samples(self) -> list[int]:
+        """Which samples of these they are."""
+        return [sequence.sample for sequence in self.sequences]
 
     @cached_property
     def _bounds(self) -> NDArray[np.int64]:
@@ -157,6 +172,11 @@ class DecodeBatch:
     def turning(self) -> NDArray[np.intp]:
         """The rows of those whose pages must be seen to before this step."""
         return np.flatnonzero(self.starts >= self.turns)
+
+    @property
+    def filled(self) -> NDArray[np.intp]:
+        """The rows of those that may have a page to be published once the step behind this one is under way."""
+        return np.flatnonzero(self.starts + 2 >= self.fills)
 
     @property
     def choosers(self) -> NDArray[np.int64]:

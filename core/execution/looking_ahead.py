@@ -35,7 +35,9 @@ def plan_ahead(engine: Engine) -> StepPlan | None:
     """The next step's plan, with its copies queued, for the device to be given now; None if the tokens of the last one
     are to be read first."""
     verification = None
-    engine._flight = flight = None if engine._flight is None else engine._flight.alive()
+    if engine._flight is not None and engine._ended:
+        engine._flight, engine._ended = engine._flight.alive(), False
+    flight = engine._flight
     if flight is None or (engine.recorder is not None and engine.recorder.reads_tokens):
         return None
     if flight.verification is not None:  # where all go on depends on it
