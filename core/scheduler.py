@@ -199,10 +199,12 @@ class Scheduler:
             self._pool.prepare(units)
             members = [batch.sequences[member] for member in growing]
             tables = [sequence.table for sequence in members]
-            plan.growth = Growth(np.array(growing), append_pages(tables, self._pool, self._page_units))
+            at = np.array(growing)
+            numbers = batch.starts[at] // self._page_tokens
+            plan.growth = Growth(members, tables, numbers, append_pages(tables, self._pool, self._page_units))
             for sequence in members:
                 sequence.writable += self._page_tokens
-            batch.turns[growing] += self._page_tokens
+            batch.turns[at] += self._page_tokens
         for member, sequence, count in others:
             sequence.drop_unseen()
             self._pool.prepare(sequence.units_for(count))

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from octavo.core.execution.decode_batch import DecodeBatch
 from octavo.core.execution.verification import Verification
+from octavo.core.memory.block_table import BlockTable
 from octavo.core.memory.page_pool import Pages, Units
 from octavo.core.sequence import Sequence
 
@@ -54,9 +55,12 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Growth:
-    """One more page of text for some members int64 [m] of a batch: ``pages`` int32 [m] by their first units."""
+    """One more page of text for some members of a batch, which have one table each: ``pages`` int32 [m] by their first
+    units, as number ``numbers`` int64 [m] of their tables."""
 
-    members: NDArray[np.intp]
+    sequences: list[Sequence]
+    tables: list[BlockTable]
+    numbers: NDArray[np.int64]
     pages: Pages
 
 

@@ -10,9 +10,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from octavo.core.execution.staged_writes import StagedWrites
 from octavo.core.memory.block_table import BlockTable
-from octavo.core.memory.page_pool import Pages
 from octavo.core.sequence import Sequence
+from octavo.core.step_plan import Growth
 from octavo.core.uploads import upload
 from octavo.kernels.layout import packed
 
@@ -34,6 +35,7 @@ class DeviceTables:
         self._free = list(range(rows))  # a heap: rows in use stay low, for programs over the first so many rows
         self.entries = torch.zeros((slices, rows, max_entries), dtype=torch.int32, device=device)
         self.unit_pos: Tensor | None = None
+        self._few = StagedWrites(rows, device)
 
     def sync(self, running: Iterable[Sequence]) -> None:
         """Give every running sequence a row, and bring the rows up to date."""
@@ -78,27 +80,25 @@ class DeviceTables:
         units, counts, places = (np.concatenate(columns) for columns in zip(*changes, strict=True))
         self._write(packed(units, counts), places, written)
 
-    def grow(self, sequences: list[Sequence], numbers: NDArray[np.int64], pages: Pages) -> None:
-        """Write one more full page of text of each of some sequences with one table, number ``numbers[i]`` of it. All
-        in front of it is up to date."""
-        layout, tables = sequences[0].layout, [sequence.table for sequence in sequences]
-        assert all(table.stale_from == table.n_pages - 1 for table in tables), "more than the last page has changed"
+    def grow(self, growth: Growth) -> None:
+        """Write one more full page of text of each of some sequences. All in front of it is up to date."""
+        layout, tables = growth.sequences[0].layout, growth.tables
+        assert not [t for t in tables if t.stale_from != t.n_pages - 1], "more than the last page has changed"
         width = layout.page_entries(0)
-        self._widen((int(numbers.max()) + 1) * width)
-        places = self.rows(sequences) * self.entries.shape[2] + numbers * width
+        self._widen((int(growth.numbers.max()) + 1) * width)
+        places = self.rows(growth.sequences) * self.entries.shape[2] + growth.numbers * width
         if width > 1:
             places = (places[:, None] + np.arange(width)).ravel()
-        units = tables[0].listed(pages, width).ravel().astype(np.int64)
+        units = tables[0].listed(growth.pages, width).ravel().astype(np.int64)
         self._write(packed(units, layout.unit_tokens), self._in_slices(places, 0, tables[0].slices), tables)
 
     def _write(self, entries: NDArray[np.int64], places: NDArray[np.int64], tables: list[BlockTable]) -> None:
         """Write packed entries, after which ``tables`` are up to date."""
-        count = len(places)
-        both = np.empty(count + (count + 1) // 2, np.int64)  # one copy, not two, and no conversion on the device
-        both[:count] = places
-        both[count:].view(np.int32)[:count] = entries
-        sent = upload(both, self.entries.device)
-        self.entries.view(-1).index_copy_(0, sent[:count], sent[count:].view(torch.int32)[:count])
+        flat = self.entries.view(-1)
+        if len(places) <= self._few.most:
+            self._few.write(flat, places, entries)
+        else:
+            flat.index_copy_(0, upload(places, flat.device), upload(entries.astype(np.int32), flat.device))
         for table in tables:  # only now: a copy that failed is made again
             table.stale_from = table.n_pages
 

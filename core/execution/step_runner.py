@@ -237,9 +237,7 @@ class StepRunner:
             if plan.ahead and not plan.copies and self._host is None:
                 self._tables.update(plan.changed)
                 if plan.growth is not None:
-                    members = [plan.batch.sequences[member] for member in plan.growth.members.tolist()]
-                    numbers = plan.batch.starts[plan.growth.members] // self._page_tokens
-                    self._tables.grow(members, numbers, plan.growth.pages)
+                    self._tables.grow(plan.growth)
             else:
                 self._make_ready(scheduler)
         except BaseException:

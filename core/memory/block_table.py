@@ -81,7 +81,7 @@ class BlockTable:
 
     def page(self, number: int) -> int:
         """One page by its first unit; 0 is a hole."""
-        return int(self._root[number // LEAF_PAGES].pages[number % LEAF_PAGES])
+        return self._root[number // LEAF_PAGES].pages.item(number % LEAF_PAGES)
 
     @property
     def held(self) -> Pages:
@@ -123,7 +123,8 @@ class BlockTable:
     def append_page(self, page: int) -> None:
         """The same of one page, which is no hole."""
         if self.n_pages % LEAF_PAGES:
-            self._own_leaf(len(self._root) - 1).append(page)
+            leaf = self._root[-1]
+            (leaf if leaf.tables == 1 else self._own_leaf(len(self._root) - 1)).append(page)
         else:
             self._root.append(Leaf(np.array([page], np.int32)))
         self.n_pages += 1
@@ -140,6 +141,8 @@ class BlockTable:
 
     def listed(self, pages: Pages, size: int) -> Units:
         """Units int32 [slices, n * size] of n pages of ``size`` table entries each."""
+        if size == self.slices == 1:
+            return pages[None]
         units = self._pool.units_of(pages, size * self.slices)
         return units.reshape(-1, self.slices, size).transpose(1, 0, 2).reshape(self.slices, -1)
 
