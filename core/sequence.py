@@ -486,10 +486,15 @@ class Sequence:
 
     def keyed(self, first: int, stop: int) -> Iterator[tuple[PageKey, tuple[NDArray[np.int32], str, Tags]]]:
         """Keys and contents of the full pages ``first`` to ``stop`` (exclusive); those in front have their keys."""
+        known = len(self._keys)
+        key = self._keys[first - 1] if first else self.request.root
         for page, content in enumerate(self.contents(first, stop), first):
-            if len(self._keys) == page:
-                self._keys.append(page_key(self._keys[-1] if page else self.request.root, *content))
-            yield self._keys[page], content
+            if page < known:
+                key = self._keys[page]
+            else:
+                key = page_key(key, *content)
+                self._keys.append(key)
+            yield key, content
 
     def adopt_prefix(self, parent: Sequence) -> None:
         """Start where ``parent`` is: share its pages, its keys and what is known of its prompt."""

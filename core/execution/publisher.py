@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Sequential
 
+import numpy as np
+
+from octavo.core.execution.decode_batch import DecodeBatch
 from octavo.core.memory.host_tier import HostTier
 from octavo.core.memory.layer_groups import LayerPlan
 from octavo.core.memory.page_pool import PagePool, Units
@@ -46,15 +49,15 @@ class Publisher:
         filled = [(s, len(s.nodes), s.findable_pages(s.computed)) for s in dict.fromkeys(sequences)]
         for sequence, _, full in filled:
             sequence.full_at = sequence.layout.end_token(full)
+        entered: list[tuple[Node, list[int], int]] = []  # node, its page in each group of layers, priority
         for sequence, done, full in filled:
-            self._enter(sequence, done, full)
-        numbered = [(sequence, number) for sequence, done, full in filled for number in range(done, full)]
+            for node, pages in self._enter(sequence, done, full):
+                entered.append((node, pages, sequence.request.priority))
         for group in range(len(self._windows)):
             found: dict[int, tuple[Node, int]] = {}  # page -> node, priority
-            for sequence, number in numbered:
-                page = sequence.tables[group].page(number)
-                if page and page not in self._pool.index:
-                    found.setdefault(page, (sequence.nodes[number], sequence.request.priority))
+            for node, pages, priority in entered:
+                if pages[group] and pages[group] not in self._pool.index:
+                    found.setdefault(pages[group], (node, priority))
             if found:
                 nodes, priorities = zip(*found.values(), strict=True)
                 self._make_findable(list(found), nodes, group, priorities)
@@ -62,16 +65,26 @@ class Publisher:
             if sequence.shelf is not None:
                 self._pool.unchain(sequence.table.pages(done, full))
 
-    def _enter(self, sequence: Sequence, done: int, full: int) -> None:
-        """Give a sequence the nodes of its pages ``done`` to ``full`` (exclusive). Where that has failed before, some
-        of them may be gone by now, behind a window."""
+    def publish_filled(self, batch: DecodeBatch) -> None:
+        """Publish what a batch has filled, once the step behind it is under way."""
+        rows = batch.filled
+        if len(rows):
+            members = [batch.sequences[row] for row in rows.tolist()]
+            self.publish(sequence for sequence in members if sequence.computed >= sequence.full_at)
+            batch.fills[rows] = [sequence.full_at for sequence in members]
+
+    def _enter(self, sequence: Sequence, done: int, full: int) -> Iterator[tuple[Node, list[int]]]:
+        """Give a sequence the nodes of its pages ``done`` to ``full`` (exclusive); with each comes which page that is
+        in each group of layers. Where that has failed before, some of them may be gone by now, behind a window."""
         front: Parent = sequence.nodes[-1] if done else sequence.request.root
+        layout = sequence.layout
         for number, (key, content) in enumerate(sequence.keyed(done, full), done):
-            passed = not any(table.page(number) for table in sequence.tables)
-            lent = passed or sequence.layout.lent(number)
+            pages = [table.page(number) for table in sequence.tables]
+            lent = not any(pages) or layout.lent(number)
             front = node = self._pool.index.enter(key, front, *content, lent=lent)
             sequence.nodes.append(node)
             self._published(key, sequence)
+            yield node, pages
 
     def make_findable(self, page: int, node: Node, group: int, priority: int) -> None:
         """Make a page findable as a node's, in a group of layers."""
@@ -90,6 +103,7 @@ class Publisher:
         self, pages: Sequential[int], nodes: Sequential[Node], group: int, priorities: Sequential[int]
     ) -> None:
         """Behind a window a page may be evicted before what comes after it."""
-        seconds = [self._costs.recompute_seconds(node.end - node.start, node.start) for node in nodes]
+        starts, ends = np.array([(node.start, node.end) for node in nodes], np.float64).T
+        seconds = self._costs.recompute_seconds(ends - starts, starts)
         chained = not self._windows[group]
         self._pool.publish_each(pages, nodes, group, chained=chained, priorities=priorities, recompute_s=seconds)

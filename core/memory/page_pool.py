@@ -247,7 +247,7 @@ class PagePool:
         *,
         chained: bool,
         priorities: Sequence[int],
-        recompute_s: Sequence[float],
+        recompute_s: Sequence[float] | NDArray[np.float64],
     ) -> None:
         """The same for several pages, each as the node's at its place; those in front come first."""
         for page, node in zip(pages, nodes, strict=True):

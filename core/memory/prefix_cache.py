@@ -48,10 +48,10 @@ def page_key(parent: PageKey, tokens: NDArray[np.int32], provenance: str = "", t
     Empty slots of a sealed page count as -1: the same tokens on a larger page are another key, because its units lie
     otherwise.
     """
-    parts = [("parent", parent), ("tokens", np.ascontiguousarray(tokens, TOKEN_DTYPE).tobytes()), *tags]
+    content = np.ascontiguousarray(tokens, TOKEN_DTYPE).tobytes()
     if provenance:
-        parts.append(("provenance", provenance.encode()))
-    return digest256(*parts)
+        tags = (*tags, ("provenance", provenance.encode()))
+    return digest256(("parent", parent), ("tokens", content), *tags)
 
 
 class Node:
@@ -162,7 +162,7 @@ class PrefixCache:
     ) -> Node:
         """The node of a computed page, made if it is new. One whose page is ``lent`` by another prefix holds none: it
         is in the index once something behind it is."""
-        node = self.find(key, parent, tokens, provenance, tags)
+        node = self.find(key, parent, tokens, provenance, tags) if key in self._nodes else None
         if node is None:
             node = Node(self.new_number(), key, parent, tokens, provenance, self._groups, tags)
             if not lent:

@@ -9,12 +9,17 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from octavo.core.interfaces import ModelSpec
 from octavo.kernels import ops
+
+Count = TypeVar("Count", float, NDArray[np.float64])
 
 
 @dataclass(frozen=True)
@@ -59,18 +64,21 @@ class TransferCosts:
         """Seconds to bring ``nbytes`` back in one copy."""
         return self.seconds_per_copy + nbytes / self.bytes_per_s
 
-    def recompute_seconds(self, tokens: int, position: int, parameters: int, spec: ModelSpec) -> float:
-        """Seconds to compute ``tokens`` tokens from ``position`` on, what is before them being there.
+    def recompute_seconds(self, tokens: Count, position: Count, parameters: int, spec: ModelSpec) -> Count:
+        """Seconds to compute ``tokens`` tokens from ``position`` on, what is before them being there: numbers, or of
+        many pages fp64 [n].
 
         ``parameters`` are those that multiply a token: all but an embedding table that is only looked up.
         """
         reach = position + tokens / 2
-        keys = sum(layers * tokens * min(reach, bound) for bound, layers in _bounds(spec.windows))
+        keys = 0 * tokens
+        for bound, layers in _bounds(spec.windows):
+            keys += layers * tokens * np.minimum(reach, bound)
         return (2 * parameters * tokens + 4 * spec.q_heads * spec.head_dim * keys) / self.flops_per_s
 
     def restore_is_cheaper(self, nbytes: int, tokens: int, position: int, parameters: int, spec: ModelSpec) -> bool:
         """Whether to bring a page back; also when it makes no difference, since the device computes meanwhile."""
-        return self.restore_seconds(nbytes) <= self.recompute_seconds(tokens, position, parameters, spec)
+        return bool(self.restore_seconds(nbytes) <= self.recompute_seconds(tokens, position, parameters, spec))
 
 
 @lru_cache
@@ -103,8 +111,8 @@ class PageCosts:
         bytes_per_s = measure_bytes_per_s(kv, backend) if host else 1e10
         return cls(TransferCosts(bytes_per_s, 0.0, NOMINAL_FLOPS_PER_S[kv.device.type]), parameters, spec)
 
-    def recompute_seconds(self, tokens: int, position: int) -> float:
-        """Predicted seconds to compute ``tokens`` tokens from ``position`` on."""
+    def recompute_seconds(self, tokens: Count, position: Count) -> Count:
+        """Predicted seconds to compute ``tokens`` tokens from ``position`` on, of one page or of many (fp64 [n])."""
         return self.rates.recompute_seconds(tokens, position, self._parameters, self._spec)
 
     def restore_is_cheaper(self, nbytes: int, tokens: int, position: int) -> bool:
