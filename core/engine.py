@@ -345,27 +345,20 @@ class Engine:
         batch, tokens = flight.batch, self._runner.land(flight)
         if flight.begun:
             self.costs.observe(flight.chunks, time.perf_counter() - flight.begun)
-        batch.take(tokens)
+        flight.take(tokens)
         if batch.drafts:  # which are no news
             exact = ~batch.drafting
             if not exact.any():
                 return
             batch, tokens = batch.only(exact), tokens[exact]
         try:
-            self._publish_filled(batch)
+            self._publisher.publish_filled(batch)
         finally:  # whoever has its token hears of it
             self._make_news(batch, tokens)
 
-    def _publish_filled(self, batch: DecodeBatch) -> None:
-        filled = batch.filled
-        if len(filled):
-            members = [batch.sequences[row] for row in filled.tolist()]
-            self._publisher.publish(sequence for sequence in members if sequence.computed >= sequence.full_at)
-            batch.fills[filled] = [sequence.full_at for sequence in members]
-
     def _make_news(self, batch: DecodeBatch, tokens: NDArray[np.int64]) -> None:
         first, one_each = len(self._undelivered), tokens[:, None].tolist()
-        self._undelivered += map(StepOutput, batch.request_ids, batch.samples, one_each, repeat(""))
+        self._undelivered += map(StepOutput, batch.names, batch.samples, one_each, repeat(""))
         for row in np.flatnonzero(batch.needs_look(tokens)).tolist():
             sequence = batch.sequences[row]
             sequence.drafts.begin()

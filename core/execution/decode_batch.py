@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from itertools import compress
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +28,9 @@ class DecodeBatch:
     ::
 
         sequences  [n]             the same list as long as nobody leaves
+        names      [n]             their requests' ids
+        samples    [n]             and which samples of these they are
+        appends    [n]             what takes in their tokens
         starts     int64 [n]       the position of the token that is computed
         drafting   bool  [n]       it is for a draft
         prompts    int64 [n]       tokens of the prompt
@@ -46,6 +50,9 @@ class DecodeBatch:
     """
 
     sequences: list[Sequence]
+    names: list[str]
+    samples: list[int]
+    appends: list[Callable[[int], None]]
     starts: NDArray[np.int64]
     drafting: NDArray[np.bool_]
     prompts: NDArray[np.int64]
@@ -100,6 +107,9 @@ class DecodeBatch:
             ending[row, : len(sequence.request.ending)] = list(sequence.request.ending)
         return cls(
             sequences=members,
+            names=[sequence.request.request_id for sequence in members],
+            samples=[sequence.sample for sequence in members],
+            appends=[sequence.tokens.append for sequence in members],
             starts=starts,
             drafting=np.array([chunk.draft for chunk in chunks]),
             prompts=prompts,
@@ -126,21 +136,6 @@ class DecodeBatch:
         """Whether some of the tokens are for drafts."""
         return bool(self.drafting.any())
 
-    @cached_property
-    def request_ids(self) -> list[str]:
-        """The ids of their requests."""
-        return [sequence.request.request_id for sequence in self.sequences]
-
-    @cached_property
-    def samples(self) -> list[int]:
-        """Which samples of these they are."""
-        return [sequence.sample for sequence in self.sequences]
-
-    @cached_property
-    def _bounds(self) -> NDArray[np.int64]:
-        """The first positions at which something else happens than one more token, int64 [n]."""
-        return np.minimum(self.stops, self.halts)
-
     def at(self, starts: NDArray[np.int64]) -> DecodeBatch:
         """The same members at other positions."""
         moved = object.__new__(DecodeBatch)
@@ -153,7 +148,7 @@ class DecodeBatch:
         if not self.sequences:
             return None
         moved = self.at(self.starts + 1)
-        if (moved.starts < self._bounds).all():
+        if (moved.starts < self.stops).all() and (moved.starts < self.halts).all():
             return moved
         going = moved.starts < self.stops
         if (going & (moved.starts >= self.halts)).any():
@@ -164,9 +159,10 @@ class DecodeBatch:
         """Some of its members; the very same batch if all of them."""
         if which.all():
             return self
-        columns = {f.name: getattr(self, f.name)[which] for f in fields(self) if f.name not in ("sequences", "methods")}
-        kept = [sequence for sequence, stays in zip(self.sequences, which.tolist(), strict=True) if stays]
-        return replace(self, sequences=kept, **columns)
+        stays, kept = which.tolist(), dict[str, Any]()
+        for name, column in ((f.name, getattr(self, f.name)) for f in fields(self) if f.name != "methods"):
+            kept[name] = column[which] if isinstance(column, np.ndarray) else list(compress(column, stays))
+        return replace(self, **kept)
 
     @property
     def turning(self) -> NDArray[np.intp]:
@@ -200,9 +196,8 @@ class DecodeBatch:
     def take(self, tokens: NDArray[np.int64]) -> None:
         """Let the members have the tokens int64 [n] that this step has drawn."""
         if not self.drafts:
-            for sequence, token in zip(self.sequences, tokens.tolist(), strict=True):
-                sequence.tokens.append(token)
-                sequence.unread = 0
+            for append, token in zip(self.appends, tokens.tolist(), strict=True):
+                append(token)
             return
         for sequence, token, draft in zip(self.sequences, tokens.tolist(), self.drafting.tolist(), strict=True):
             if draft:

@@ -132,6 +132,7 @@ class DecodeProgram:
         self._page_tokens = page_tokens
         self._lists = torch.full((MOST_SETS, max_seqs), -1, dtype=torch.int64, device=kv.device)
         self._groups = torch.zeros((4, max_seqs + 1), dtype=torch.int32, device=kv.device)
+        self._last: tuple[Sequential[int], int] = ((), 0)  # rows of the last dense step, and their bucket
         self._told_lists: list[list[int]] = []
         self._told_runs: tuple[NDArray[np.int32] | None, Sequential[int], int] = (None, [], 0)
         self._graphs: dict[Variant, torch.cuda.CUDAGraph] = {}
@@ -156,7 +157,9 @@ class DecodeProgram:
 
         ``runs``: the groups of ``ops.decode_shared``, by place in ``rows``, where there are any.
         """
-        variant = Variant(self.bucket(max(rows) + 1), runs is not None)
+        if rows is not self._last[0]:
+            self._last = rows, self.bucket(max(rows) + 1)
+        variant = Variant(self._last[1], runs is not None)
         self._prepare(variant)
         if runs is not None:
             self._tell_runs(runs, rows, variant.rows)

@@ -78,9 +78,10 @@ class DecodeState:
                 decoding[rows] = rows
                 self.rows.copy_(upload(decoding, self._device))
             self._sequences, self._decoding = batch.sequences, rows
+        before = self._before[rows]
         if not known.all():
             self._write(batch, rows, np.flatnonzero(~known))
-        before = np.where(known, self._before[rows], 0)
+            before[~known] = 0
         self._before[rows], self._at[rows] = batch.starts, batch.starts + 1
         return before
 

@@ -28,7 +28,7 @@ class Flight:
 
     Of a step with prompts in it the members are those that draw, at their last tokens: each computes ``counts`` int64
     [n] tokens, elsewhere one. If the device had nothing else to do, it has ``begun`` with the ``chunks`` (tokens,
-    position) at that time, in seconds."""
+    position) at that time, in seconds. Its tokens may be ``counted`` as its members' already (``Sequence.unread``)."""
 
     batch: DecodeBatch
     rows: NDArray[np.int64]
@@ -37,6 +37,7 @@ class Flight:
     counts: NDArray[np.int64] | None = None
     chunks: tuple[tuple[int, int], ...] = ()
     begun: float = 0.0
+    counted: bool = False
 
     @property
     def is_plain(self) -> bool:
@@ -50,6 +51,13 @@ class Flight:
         if self.verification is not None or not any(reasons):
             return self
         return self._only(np.array([reason is None for reason in reasons]))
+
+    def take(self, tokens: NDArray[np.int64]) -> None:
+        """Let the members have the tokens int64 [n] that this step has drawn."""
+        self.batch.take(tokens)
+        if self.counted:
+            for sequence in self.batch.sequences:
+                sequence.unread = 0
 
     def decoded(self) -> Flight:
         """Without those that have computed more than one token."""

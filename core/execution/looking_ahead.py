@@ -21,6 +21,7 @@ around again once the tokens are read.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from octavo.core.execution.verification import Verification
@@ -52,6 +53,7 @@ def plan_ahead(engine: Engine) -> StepPlan | None:
         return None
     plan = None if batch is None else engine._scheduler.decode(batch, running, verification)
     if plan is None and flight.is_plain:
+        engine._flight = replace(flight, counted=True)
         plan = _look_around(engine, [] if batch is None else batch.sequences)
     if plan is not None:
         engine._runner.copies.queue(plan.copies)
