@@ -1,7 +1,12 @@
-"""Ctrl-C between two states of an engine, never in the middle of one."""
+"""Ctrl-C between two states of an engine, never in the middle of one.
+
+Handlers are changed by ``_signal``, whose functions those of ``signal`` wrap: these look every handler up among the two
+that are in an enum, which costs each step several times what the change does.
+"""
 
 from __future__ import annotations
 
+import _signal
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -21,20 +26,20 @@ def held() -> Iterator[None]:
     """Within the block Ctrl-C waits for its end: pages, tables and queues change together or not at all.
 
     Only the main thread gets Ctrl-C, so elsewhere, and within another such block, it changes nothing. Whatever handler
-    there is gets the signal afterwards; costs some microseconds.
+    there is gets the signal afterwards; costs a microsecond or two.
     """
     global _before
-    handler = signal.getsignal(signal.SIGINT)
+    handler = _signal.getsignal(signal.SIGINT)
     if _before is not None or threading.current_thread() is not threading.main_thread() or not callable(handler):
         yield
         return
     try:
         _before = handler
-        signal.signal(signal.SIGINT, _wait)
+        _signal.signal(signal.SIGINT, _wait)
         yield
     finally:
         _before = None
-        signal.signal(signal.SIGINT, handler)
+        _signal.signal(signal.SIGINT, handler)
         _deliver(handler)
 
 
@@ -45,13 +50,13 @@ def let_through() -> Iterator[None]:
     if handler is None or threading.current_thread() is not threading.main_thread():
         yield
         return
-    signal.signal(signal.SIGINT, handler)
+    _signal.signal(signal.SIGINT, handler)
     try:
         _deliver(handler)
         yield
     finally:
         if _before is not None:  # Ctrl-C may have come just where ``with`` ends, and this is garbage that ends later
-            signal.signal(signal.SIGINT, _wait)
+            _signal.signal(signal.SIGINT, _wait)
 
 
 def _deliver(handler: Callable[..., Any]) -> None:

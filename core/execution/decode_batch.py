@@ -207,5 +207,7 @@ class DecodeBatch:
 
     def needs_look(self, tokens: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Which of the tokens int64 [n] that this step has drawn are, or may be, more than one more token."""
-        ends: NDArray[np.bool_] = (self.starts + 1 >= self.stops) | (self.ending == tokens[:, None]).any(1)
-        return self.closely | ends
+        looks = self.closely | (self.starts + 1 >= self.stops)
+        if self.ending.size:
+            looks |= (self.ending == tokens[:, None]).any(1)
+        return looks
