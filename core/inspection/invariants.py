@@ -37,6 +37,8 @@ def check_engine(engine: Engine) -> None:
     flying = set() if engine._flight is None else set(engine._flight.batch.sequences)
     if ahead := {s for s in (*scheduler.waiting, *holders) if s.unread} - flying:
         raise AssertionError(f"{len(ahead)} sequences count a token that is not under way")
+    if engine._flight is not None and engine._flight.alive() is not engine._flight and not engine._ended:
+        raise AssertionError("sequences that have ended are under way, and the next plan would go on with them")
     for sequence in holders:
         name, full = sequence.request.request_id, sequence.layout.full_pages(sequence.computed)
         for table in sequence.tables:

@@ -123,6 +123,20 @@ class TestLookingAhead:
         assert seen == {"ends": [58, 59, 60], "goes on": list(range(6, 14))}
         assert counting.stats().units_held == 0
 
+    def test_a_page_is_findable_once_its_tokens_are_known_and_the_step_that_fills_it_is_under_way(self, counting):
+        for number, length in enumerate((1, 3, 6)):
+            params = SamplingParams(max_tokens=18, ignore_eos=True)
+            counting.submit([20 * number] * length, params, request_id=str(number))
+        counts = set()
+        while counting.has_work():
+            told = {name for name, *_ in self.news(counting)}
+            for sequence in (s for s in counting._scheduler.running if s.request.request_id in told):
+                full = sequence.layout.full_pages(sequence.computed)
+                assert len(sequence.nodes) == full
+                assert all(sequence.table.page(number) in counting._pool.index for number in range(full))
+                counts.add(full)
+        assert counts == set(range(6))
+
     def test_an_abort_while_tokens_are_under_way(self, counting):
         counting.submit([5], SamplingParams(max_tokens=20), request_id="a")
         counting.submit([20], SamplingParams(max_tokens=6), request_id="b")
