@@ -1,12 +1,7 @@
-"""Ctrl-C between two states of an engine, never in the middle of one.
-
-Handlers are changed by ``_signal``, whose functions those of ``signal`` wrap: these look every handler up among the two
-that are in an enum, which costs each step several times what the change does.
-"""
+"""Ctrl-C between two states of an engine, never in the middle of one."""
 
 from __future__ import annotations
 
-import _signal
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -26,20 +21,20 @@ def held() -> Iterator[None]:
     """Within the block Ctrl-C waits for its end: pages, tables and queues change together or not at all.
 
     Only the main thread gets Ctrl-C, so elsewhere, and within another such block, it changes nothing. Whatever handler
-    there is gets the signal afterwards; costs a microsecond or two.
+    there is gets the signal afterwards; costs some microseconds.
     """
     global _before
-    handler = _signal.getsignal(signal.SIGINT)
+    handler = signal.getsignal(signal.SIGINT)
     if _before is not None or threading.current_thread() is not threading.main_thread() or not callable(handler):
         yield
         return
     try:
         _before = handler
-        _signal.signal(signal.SIGINT, _wait)
+        signal.signal(signal.SIGINT, _wait)
         yield
     finally:
         _before = None
-        _signal.signal(signal.SIGINT, handler)
+        signal.signal(signal.SIGINT, handler)
         _deliver(handler)
 
 
@@ -50,13 +45,13 @@ def let_through() -> Iterator[None]:
     if handler is None or threading.current_thread() is not threading.main_thread():
         yield
         return
-    _signal.signal(signal.SIGINT, handler)
+    signal.signal(signal.SIGINT, handler)
     try:
         _deliver(handler)
         yield
     finally:
         if _before is not None:  # Ctrl-C may have come just where ``with`` ends, and this is garbage that ends later
-            _signal.signal(signal.SIGINT, _wait)
+            signal.signal(signal.SIGINT, _wait)
 
 
 def _deliver(handler: Callable[..., Any]) -> None:
