@@ -19,18 +19,22 @@
 //
 // Macros: GROUPS, OUTPUTS, WIDE (steps are 64 WIDE inputs), W_STAGES, X_STAGES, BURST (steps of weights that are asked for
 // together), SPLIT, HALVES (instructions that outputs take), ROOM (bytes of rings and sums), GATE (0, or which), BF16.
-// multiply() is generated (product_tiles.py).
+// multiply() is generated (wgmma.py).
 
 #include "products.h"
 
 #define TOKENS (64 * GROUPS)
 #define MULTIPLIERS (128 * GROUPS)
-#define LOADERS (GROUPS > 2 ? 128 : 32)  // registers change hands between whole warpgroups
+// Of three and four groups a thread begins with 128 and 96 registers. Those who load give some back, of which those who
+// multiply take as many as there are: 40 + 3 * 152 <= 4 * 128, 24 + 4 * 112 <= 5 * 96. Only a whole warpgroup can.
+#define LOADERS (GROUPS > 2 ? 128 : 32)
+#define LOADER_REGISTERS (GROUPS == 3 ? 40 : 24)
+#define MULTIPLIER_REGISTERS (GROUPS == 3 ? 152 : 112)
 #define W_BYTES (OUTPUTS * 128)
 #define X_BYTES (TOKENS * 128)
 #define W_STAGE (WIDE * W_BYTES)
 #define X_STAGE (WIDE * X_BYTES)
-#define SUMS (OUTPUTS / 2 / HALVES)               // of a thread, for an instruction
+#define SUMS (OUTPUTS / 2 / HALVES)           // of a thread, for an instruction
 #define PITCH ((OUTPUTS + 23) / 32 * 32 + 8)  // of a token's sums: pairs of a half warp go to different banks
 
 enum { NO_GATE, SILU, GELU_TANH };
@@ -76,7 +80,7 @@ product_tiles(const __grid_constant__ TensorMap weight, const __grid_constant__ 
 
   if (warp >= 4 * GROUPS) {
 #if GROUPS > 2
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(GROUPS == 3 ? 40 : 24));
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(LOADER_REGISTERS));
 #endif
     if (threadIdx.x == MULTIPLIERS) {
       auto load_weights = [&](int n) {
@@ -119,7 +123,7 @@ product_tiles(const __grid_constant__ TensorMap weight, const __grid_constant__ 
   }
 
 #if GROUPS > 2
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(GROUPS == 3 ? 152 : 112));
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MULTIPLIER_REGISTERS));
 #endif
   cluster_wait();
   wait_for_earlier_kernels();
