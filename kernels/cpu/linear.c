@@ -6,6 +6,9 @@
 //
 // A few rows are bound by that stream, many by the products. Columns past `outputs` are zero and not stored. The sum of
 // one output goes over the pairs in order, however many rows there are.
+//
+// Rows that need more than one tile read a block from memory once, and then from the cache. So that memory is not idle
+// then, a tile asks for half of the next block, line by line.
 
 #include <immintrin.h>
 #include <stdint.h>
@@ -16,21 +19,23 @@
 #define WIDE 32
 #define ROWS 12      // of a tile: two sums for each, two words of W and the pairs of x fill the 32 registers
 #define CHUNK 240    // rows whose x stays in the second-level cache while blocks pass by
-#define AHEAD 4096   // bytes of W that are asked for in front of those that are multiplied
+#define AHEAD 4096   // bytes of W that are asked for in front of those that are multiplied, where there is one tile
+#define LINE 64      // bytes of the cache
 #define MAX_DIM 8
 
 typedef uint16_t element;
 
-// Exactly `rows` rows, a constant where this is inlined, so that all sums are registers.
+// Exactly `rows` rows, a constant where this is inlined, so that all sums are registers. With each pair `lines` lines of
+// what lies at `next` are asked for, a constant too.
 static inline __attribute__((always_inline)) void tile(int rows, const element *x, const uint32_t *w, element *y,
-                                                       int64_t pairs, int64_t outputs, int64_t columns) {
+                                                       int64_t pairs, int64_t outputs, int64_t columns,
+                                                       const char *next, int lines) {
     __m512 sum[ROWS][2];
     for (int r = 0; r < rows; r++)
         for (int h = 0; h < 2; h++) sum[r][h] = _mm512_loadu_ps(w + 16 * h);
     for (int64_t p = 0; p < pairs; p++) {
         w += WIDE;
-        _mm_prefetch((const char *)w + AHEAD, _MM_HINT_T0);
-        _mm_prefetch((const char *)w + AHEAD + 64, _MM_HINT_T0);
+        for (int i = 0; i < lines; i++, next += LINE) _mm_prefetch(next, _MM_HINT_T0);
         __m512bh low = (__m512bh)_mm512_loadu_si512(w), high = (__m512bh)_mm512_loadu_si512(w + 16);
         for (int r = 0; r < rows; r++) {
             int32_t pair;
@@ -53,9 +58,17 @@ void linear(const element *x, const uint32_t *blocks, element *y, int64_t rows, 
         int64_t block = i % count, chunk = i / count, column = block * WIDE;
         int64_t row = rows * chunk / chunks, last = rows * (chunk + 1) / chunks, tiles = (last - row + ROWS - 1) / ROWS;
         const uint32_t *w = blocks + block * (pairs + 1) * WIDE;
+        const char *next = (const char *)(w + (pairs + 1) * WIDE);
+        int alone = tiles == 1;
         for (; tiles > 0; tiles--) {
             int n = (int)((last - row + tiles - 1) / tiles);
-#define TILE(n) case n: tile(n, x + row * 2 * pairs, w, y + row * outputs + column, pairs, outputs, outputs - column); break;
+#define CALL(n, next, lines)                                                                                           \
+    tile(n, x + row * 2 * pairs, w, y + row * outputs + column, pairs, outputs, outputs - column, next, lines)
+#define TILE(n)                                                                                                        \
+    case n:                                                                                                            \
+        if (alone) CALL(n, (const char *)(w + WIDE) + AHEAD, 2);                                                       \
+        else CALL(n, next + (tiles & 1) * pairs * LINE, 1);                                                            \
+        break;
             switch (n) {
                 TILE(1) TILE(2) TILE(3) TILE(4) TILE(5) TILE(6) TILE(7) TILE(8) TILE(9) TILE(10) TILE(11) TILE(12)
             }
