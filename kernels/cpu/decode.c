@@ -5,9 +5,13 @@
 //   TYPE of the pool and QUERY of queries and results: 0 fp32, 1 fp16, 2 bf16;  DIM, GROUP;  ID_SHIFT, VALID_MASK
 //   (layout.py)
 //
-// A row is one (sequence, KV head). Its table is cut into pieces of about PIECE slots, all of one size so that threads
-// share them evenly; a piece gives the maximum, the sum and the weighted values of its own softmax, and the pieces of a
-// row are then combined (split-KV decoding). Scores and sums are fp32. Shapes and semantics as in reference/attention.py.
+// A row is one (sequence, KV head). Its table is cut into pieces of at most about PIECE slots, all of one size so that
+// threads share them evenly; a piece gives the maximum, the sum and the weighted values of its own softmax, and the pieces
+// of a row are then combined (split-KV decoding). Scores and sums are fp32. Shapes and semantics as in
+// reference/attention.py.
+//
+// Runs lie apart, so the hardware cannot foresee the next one. A thread asks for every slot DISTANCE slots before it
+// comes to it, through all of its pieces (Ahead), so that memory is read at one rate whatever is computed meanwhile.
 
 #ifdef __AVX512BF16__
 #include <immintrin.h>
@@ -19,7 +23,11 @@
 
 #include "exponential.h"
 
+int omp_get_num_threads(void), omp_get_thread_num(void); // a compiler may have OpenMP without its header
+
 #define PIECE 256
+#define DISTANCE 64
+#define LINE 64 // bytes of the cache
 #define MAX_UNIT 64
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
 #define MAX(a, b) ((a) > (b) ? (a) : (b))
@@ -71,7 +79,8 @@ typedef struct {
     const element *pool; // K of this layer and head in unit 0
     int64_t length, q_pos;
     int64_t begin, end; // entries that the query can see at most
-    int64_t piece;      // the first of its pieces
+    int64_t piece, per_piece; // the first of its pieces, and the entries of each
+    int64_t share;            // the first of its entries among those of all rows
 } Row;
 
 typedef struct {
@@ -96,9 +105,48 @@ static inline Seen seen(const Args *a, const Row *row, int64_t entry) {
     return s;
 }
 
-// Bring one slot of a run into the cache; runs lie apart, so the hardware cannot foresee the next one.
-static inline void prefetch(const element *slot) {
-    for (size_t byte = 0; byte < DIM * sizeof(element); byte += 64) __builtin_prefetch((const char *)slot + byte);
+// Where a thread is with asking: in a piece the keys of all entries come first, then the values.
+typedef struct {
+    const Row *row;
+    int64_t piece, stop; // it has the pieces in front of `stop`
+    int64_t entry;
+    int values;          // whether it is at the values
+    const element *slot; // the next one
+    int64_t left, step;  // so many before another run comes, and from one to the next
+} Ahead;
+
+static inline int64_t first_entry(const Row *row, int64_t piece) {
+    return row->begin + (piece - row->piece) * row->per_piece;
+}
+
+static inline int64_t last_entry(const Row *row, int64_t piece) {
+    return MIN(first_entry(row, piece) + row->per_piece, row->end);
+}
+
+static void find_run(const Args *a, Ahead *ahead) {
+    for (ahead->left = 0; ahead->left <= 0;) {
+        if (ahead->piece == ahead->stop) { // the last slot again, so that who asks need not know
+            ahead->slot -= ahead->step;
+            ahead->left = INT64_MAX;
+            ahead->step = 0;
+            return;
+        }
+        while (ahead->piece >= ahead->row[1].piece) ahead->row++;
+        int64_t entry = first_entry(ahead->row, ahead->piece) + ahead->entry++;
+        Seen s = seen(a, ahead->row, entry);
+        ahead->slot = (ahead->values ? s.v : s.k) + s.first * DIM;
+        ahead->left = s.last - s.first;
+        if (entry + 1 < last_entry(ahead->row, ahead->piece)) continue;
+        ahead->entry = 0;
+        ahead->piece += ahead->values;
+        ahead->values = !ahead->values;
+    }
+}
+
+static inline void ask(const Args *a, Ahead *ahead) {
+    for (size_t byte = 0; byte < DIM * sizeof(element); byte += LINE) __builtin_prefetch((const char *)ahead->slot + byte);
+    ahead->slot += ahead->step;
+    if (--ahead->left == 0) find_run(a, ahead);
 }
 
 #if TYPE == 2 && QUERY == 2 && defined(__AVX512BF16__) && DIM % 32 == 0
@@ -123,10 +171,12 @@ static inline __m512 partial(const Queries *q, int g, const element *k) {
 
 // The scores of `count` slots that lie side by side. Adding up a register costs more than what is in it, so four are
 // added up together.
-static inline void score(const Args *a, const Queries *q, const element *k, int64_t count, float *p, int64_t stride) {
+static inline void score(const Args *a, const Queries *q, const element *k, int64_t count, float *p, int64_t stride,
+                         Ahead *ahead) {
     float scale = (float)a->scale;
     int64_t slot = 0;
-    for (; slot + 4 <= count; slot += 4, k += 4 * DIM)
+    for (; slot + 4 <= count; slot += 4, k += 4 * DIM) {
+        for (int i = 0; i < 4; i++) ask(a, ahead);
         for (int g = 0; g < GROUP; g++) {
             __m512 s0 = partial(q, g, k), s1 = partial(q, g, k + DIM);
             __m512 s2 = partial(q, g, k + 2 * DIM), s3 = partial(q, g, k + 3 * DIM);
@@ -138,8 +188,11 @@ static inline void score(const Args *a, const Queries *q, const element *k, int6
             __m128 four = _mm256_castps256_ps128(half) + _mm256_extractf128_ps(half, 1);
             _mm_storeu_ps(p + g * stride + slot, four * scale);
         }
-    for (; slot < count; slot++, k += DIM)
+    }
+    for (; slot < count; slot++, k += DIM) {
+        ask(a, ahead);
         for (int g = 0; g < GROUP; g++) p[g * stride + slot] = _mm512_reduce_add_ps(partial(q, g, k)) * scale;
+    }
 }
 #else
 typedef struct {
@@ -154,9 +207,10 @@ static inline Queries queries(const Args *a, const query *given) {
 }
 
 // The scores of `count` slots that lie side by side.
-static inline void score(const Args *a, const Queries *q, const element *k, int64_t count, float *p, int64_t stride) {
-    (void)a;
+static inline void score(const Args *a, const Queries *q, const element *k, int64_t count, float *p, int64_t stride,
+                         Ahead *ahead) {
     for (int64_t slot = 0; slot < count; slot++, k += DIM) {
+        ask(a, ahead);
         float wide[DIM];
         for (int d = 0; d < DIM; d++) wide[d] = widen(k[d]);
         for (int g = 0; g < GROUP; g++) {
@@ -170,16 +224,14 @@ static inline void score(const Args *a, const Queries *q, const element *k, int6
 #endif
 
 static void attend(const Args *a, const Row *row, const query *given, int64_t begin, int64_t end, Partial *out,
-                   float *shares) {
+                   float *shares, Ahead *ahead) {
     float p[GROUP][PIECE + MAX_UNIT], value[GROUP][DIM] = {0};
     Queries q = queries(a, given);
     int64_t n = 0;
     for (int64_t entry = begin; entry < end; entry++) {
         Seen s = seen(a, row, entry);
         if (s.first >= s.last) continue;
-        const element *next = entry + 1 < end ? seen(a, row, entry + 1).k : seen(a, row, begin).v;
-        for (int64_t slot = s.first; slot < s.last; slot++) prefetch(next + slot * DIM);
-        score(a, &q, s.k + s.first * DIM, s.last - s.first, &p[0][n], PIECE + MAX_UNIT);
+        score(a, &q, s.k + s.first * DIM, s.last - s.first, &p[0][n], PIECE + MAX_UNIT, ahead);
         n += s.last - s.first;
     }
     for (int g = 0; g < GROUP; g++) {
@@ -199,9 +251,8 @@ static void attend(const Args *a, const Row *row, const query *given, int64_t be
     n = 0;
     for (int64_t entry = begin; entry < end; entry++) {
         Seen s = seen(a, row, entry);
-        const element *next = seen(a, row, MIN(entry + 1, end - 1)).v;
         for (int64_t slot = s.first; slot < s.last; slot++, n++) {
-            prefetch(next + slot * DIM);
+            ask(a, ahead);
             for (int d = 0; d < DIM; d++) {
                 float v = widen(s.v[slot * DIM + d]);
                 for (int g = 0; g < GROUP; g++) value[g][d] += p[g][n] * v;
@@ -213,8 +264,29 @@ static void attend(const Args *a, const Row *row, const query *given, int64_t be
     memcpy(out->value, value, sizeof value);
 }
 
+// A thread's pieces: those from `piece` to `stop` - 1.
+static void attend_pieces(const Args *a, const Row *row, int64_t rows, int64_t piece, int64_t stop, Partial *parts,
+                          float *shares) {
+    int64_t r = 0, after = rows; // the row that holds the first piece, by bisection
+    while (after - r > 1) {
+        int64_t middle = (r + after) / 2;
+        if (row[middle].piece <= piece) r = middle;
+        else after = middle;
+    }
+    Ahead ahead = {.row = row + r, .piece = piece, .stop = stop, .slot = a->pool, .step = DIM};
+    find_run(a, &ahead);
+    for (int i = 0; i < DISTANCE; i++) ask(a, &ahead);
+    for (; piece < stop; piece++) {
+        while (piece >= row[r + 1].piece) r++;
+        const query *q = a->q + r / a->kv_heads * a->q_row + r % a->kv_heads * GROUP * a->q_head;
+        int64_t begin = first_entry(&row[r], piece);
+        attend(a, &row[r], q, begin, last_entry(&row[r], piece), &parts[piece],
+               shares ? shares + (row[r].share + begin - row[r].begin) * GROUP : NULL, &ahead);
+    }
+}
+
 // Combine the pieces of a row: every sum is brought to the row's maximum, the sink's logit joins the denominator.
-static void combine(const Args *a, int64_t r, const Row *row, int64_t pieces, int64_t per_piece, const Partial *parts,
+static void combine(const Args *a, int64_t r, const Row *row, int64_t pieces, const Partial *parts,
                     const float *shares) {
     for (int g = 0; g < GROUP; g++) {
         float out[DIM] = {0};
@@ -230,7 +302,7 @@ static void combine(const Args *a, int64_t r, const Row *row, int64_t pieces, in
             for (int d = 0; d < DIM; d++) out[d] /= total;
             if (a->mass)
                 for (int64_t entry = row->begin; entry < row->end; entry++) {
-                    int64_t i = (entry - row->begin) / per_piece;
+                    int64_t i = (entry - row->begin) / row->per_piece;
                     a->mass[r * a->entries + entry] +=
                         expf(parts[i].top[g] - base) / total * shares[(entry - row->begin) * GROUP + g] / GROUP;
                 }
@@ -260,12 +332,12 @@ static int append(const Args *a) {
 // slot past the pool.
 int decode(const Args *a) {
     if (a->k && append(a)) return -2;
-    int64_t rows = a->batch * a->kv_heads, per_piece = PIECE / a->unit_tokens, pieces = 0;
+    int64_t rows = a->batch * a->kv_heads, pieces = 0, entries = 0;
     Row *row = malloc((rows + 1) * sizeof *row);
     if (!row) return -1;
     for (int64_t r = 0; r < rows; r++) {
         int64_t b = r / a->kv_heads, h = r % a->kv_heads, unit = a->unit_tokens;
-        Row x = {.table = a->table + b * a->table_row + h * a->table_head, .q_pos = a->q_pos[b], .piece = pieces};
+        Row x = {.table = a->table + b * a->table_row + h * a->table_head, .q_pos = a->q_pos[b]};
         x.unit_pos = a->unit_pos ? a->unit_pos + b * a->unit_pos_row + h * a->unit_pos_head : NULL;
         x.length = a->lengths[b * a->lengths_row + h * a->lengths_head];
         x.pool = a->pool + (a->layer * 2 * a->kv_heads + h) * unit * DIM;
@@ -281,34 +353,28 @@ int decode(const Args *a) {
             free(row);
             return -2;
         }
-        pieces += (x.end - x.begin + per_piece - 1) / per_piece;
+        int64_t most = PIECE / unit, count = (x.end - x.begin + most - 1) / most;
+        x.per_piece = count ? (x.end - x.begin + count - 1) / count : 0;
+        x.piece = pieces;
+        x.share = entries;
+        pieces += count;
+        entries += x.end - x.begin;
         row[r] = x;
     }
     row[rows].piece = pieces;
     Partial *parts = malloc(MAX(1, pieces) * sizeof *parts);
-    float *shares = a->mass ? calloc(MAX(1, pieces) * per_piece * GROUP, sizeof *shares) : NULL;
+    float *shares = a->mass ? calloc(MAX(1, entries) * GROUP, sizeof *shares) : NULL;
     int failed = !parts || (a->mass && !shares);
     if (!failed) {
 #pragma omp parallel
         {
-#pragma omp for schedule(static)
-            for (int64_t p = 0; p < pieces; p++) {
-                int64_t r = 0, after = rows; // the row that holds piece p, by bisection
-                while (after - r > 1) {
-                    int64_t middle = (r + after) / 2;
-                    if (row[middle].piece <= p) r = middle;
-                    else after = middle;
-                }
-                int64_t begin = row[r].begin + (p - row[r].piece) * per_piece;
-                const query *q = a->q + r / a->kv_heads * a->q_row + r % a->kv_heads * GROUP * a->q_head;
-                attend(a, &row[r], q, begin, MIN(begin + per_piece, row[r].end), &parts[p],
-                       shares ? shares + p * per_piece * GROUP : NULL);
-            }
+            int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
+            attend_pieces(a, row, rows, pieces * thread / threads, pieces * (thread + 1) / threads, parts, shares);
+#pragma omp barrier
 #pragma omp for schedule(static)
             for (int64_t r = 0; r < rows; r++) {
                 int64_t p = row[r].piece;
-                combine(a, r, &row[r], row[r + 1].piece - p, per_piece, parts + p,
-                        shares ? shares + p * per_piece * GROUP : NULL);
+                combine(a, r, &row[r], row[r + 1].piece - p, parts + p, shares ? shares + row[r].share * GROUP : NULL);
             }
         }
     }
