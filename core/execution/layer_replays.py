@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from octavo.core.execution.block_products import with_block_products
+
 MOST_TOKENS = 64
 """Of a pass that is noted; a longer one spends its time elsewhere."""
 
@@ -166,7 +168,7 @@ def noting(calls: list[tuple[Code, tuple[Any, ...]]], options: dict[str, Any]) -
     """A backend of ``torch.compile``: inductor with ``options``, whose code adds its calls to ``calls``."""
 
     def backend(graph: torch.fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
-        code: Code = torch._inductor.compile(graph, examples, options=options)
+        code: Code = torch._inductor.compile(with_block_products(graph), examples, options=options)
 
         def noted(*inputs: Any) -> Any:
             calls.append((code, inputs))

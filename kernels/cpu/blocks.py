@@ -17,14 +17,29 @@ from torch.nn.functional import pad
 from octavo.kernels.cpu import compiler, processor
 
 SOURCE = Path(__file__).with_name("linear.c")
+HEADERS = tuple(Path(__file__).with_name(name) for name in ("columns.h", "exponential.h"))
 WIDE = 32
 """Outputs of a block."""
 
 _library: Any = torch.library.Library("octavo", "FRAGMENT")  # type: ignore[no-untyped-call]
+_WEIGHTS = ", ".join(f"Tensor {name}, int {name}_outputs" for name in "abc")
 _library.define("linear_blocks(Tensor x, Tensor blocks, int outputs) -> Tensor")
-torch.library.register_fake(
-    "octavo::linear_blocks", lambda x, _, outputs: x.new_empty((*x.shape[:-1], outputs)), lib=_library
-)
+_library.define("linear_blocks_added(Tensor x, Tensor blocks, int outputs, Tensor added) -> Tensor")
+_library.define("linear_blocks_gated(Tensor x, Tensor gate, Tensor up, int outputs) -> Tensor")
+_library.define(f"linear_blocks_3(Tensor x, {_WEIGHTS}) -> (Tensor, Tensor, Tensor)")
+
+
+def _like(x: Tensor, outputs: int) -> Tensor:
+    return x.new_empty((*x.shape[:-1], outputs))
+
+
+for _name, _fake in {
+    "linear_blocks": lambda x, _, outputs: _like(x, outputs),
+    "linear_blocks_added": lambda x, _, outputs, __: _like(x, outputs),
+    "linear_blocks_gated": lambda x, _, __, outputs: _like(x, outputs),
+    "linear_blocks_3": lambda x, _, a, __, b, ___, c: tuple(_like(x, outputs) for outputs in (a, b, c)),
+}.items():
+    torch.library.register_fake(f"octavo::{_name}", _fake, lib=_library)
 
 
 def serves(weight: Tensor) -> bool:
@@ -34,7 +49,7 @@ def serves(weight: Tensor) -> bool:
 
 def pack(weight: Tensor, bias: Tensor | None) -> Tensor:
     """A bf16 ``weight [outputs, inputs]`` and its bias in blocks, int32 ``[outputs / 32, 1 + inputs / 2, 32]``, as
-    ``linear.c`` draws them. Columns past the outputs are zero."""
+    ``columns.h`` draws them. Columns past the outputs are zero."""
     outputs, inputs = weight.shape
     missing = -outputs % WIDE
     pairs = pad(weight, (0, 0, 0, missing)).contiguous().view(torch.int32).view(-1, WIDE, inputs // 2)
@@ -53,4 +68,4 @@ def _registered() -> bool:
     """Whether torch calls ``linear.c``, by now."""
     if "avx512_bf16" not in processor.flags().split():
         return False
-    return compiler.op_library(SOURCE, ()) is not None
+    return compiler.op_library(SOURCE, HEADERS) is not None

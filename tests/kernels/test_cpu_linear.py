@@ -74,13 +74,70 @@ def test_blocks_are_the_product_rounded_once(rows, outputs, inputs, bias):
     torch.testing.assert_close(got.double(), want, rtol=2**-8, atol=1e-4)
 
 
-@needs_blocks
-def test_a_row_does_not_depend_on_the_others():
+OPS = {
+    "alone": lambda x, weights, added: [torch.ops.octavo.linear_blocks(x, weights[0], 70)],
+    "added": lambda x, weights, added: [torch.ops.octavo.linear_blocks_added(x, weights[0], 70, added)],
+    "gated": lambda x, weights, added: [torch.ops.octavo.linear_blocks_gated(x, weights[0], weights[1], 70)],
+    "three": lambda x, weights, added: torch.ops.octavo.linear_blocks_3(
+        x, *(part for weight, outputs in zip(weights, (70, 70, 33), strict=True) for part in (weight, outputs))
+    ),
+}
+"""By name, of a weight ``[70, 64]``, another one and ``[33, 64]``."""
+
+
+def given(rows):
     torch.manual_seed(0)
-    x, packed = torch.randn(300, 64).bfloat16(), blocks.pack(torch.randn(70, 64).bfloat16(), None)
-    alone = torch.cat([blocks.multiply(row[None], packed, 70) for row in x])
-    x[::2] = torch.nan
-    assert torch.equal(blocks.multiply(x, packed, 70)[1::2], alone[1::2])
+    weights = [torch.randn(outputs, 64).bfloat16() / 8 for outputs in (70, 70, 33)]
+    return torch.randn(1, rows, 64).bfloat16(), weights, torch.randn(1, rows, 70).bfloat16()
+
+
+@needs_blocks
+@pytest.mark.parametrize("rows", [1, 12, 13, 64, 241, 500])
+@pytest.mark.parametrize("op", OPS)
+def test_what_is_done_to_products(op, rows):
+    x, weights, added = given(rows)
+    got = OPS[op](x, [blocks.pack(weight, None) for weight in weights], added)
+    first, second, third = (x.double() @ weight.double().T for weight in weights)
+    want = {
+        "alone": [first], "added": [first + added.double()], "gated": [nn.functional.silu(first) * second],
+        "three": [first, second, third],
+    }[op]  # fmt: skip
+    for one, other in zip(got, want, strict=True):
+        assert one.shape == other.shape and one.dtype == torch.bfloat16
+        roundings = 3 if op == "gated" else 1
+        torch.testing.assert_close(one.double(), other, rtol=roundings * 2**-8, atol=1e-4 * roundings)
+
+
+@needs_blocks
+@pytest.mark.parametrize("op", OPS)
+def test_a_row_does_not_depend_on_the_others(op):
+    x, weights, added = given(300)
+    packed = [blocks.pack(weight, None) for weight in weights]
+    alone = [OPS[op](x[:, r : r + 1], packed, added[:, r : r + 1]) for r in range(300)]
+    x[:, ::2] = torch.nan
+    together = OPS[op](x, packed, added)
+    for number, result in enumerate(together):
+        assert torch.equal(result[:, 1::2], torch.cat([one[number] for one in alone[1::2]], 1))
+        assert result[:, ::2].isnan().all()
+
+
+@needs_blocks
+@pytest.mark.parametrize("gate", [-300.0, -30.0, 0.0, 30.0, 300.0, float("nan")])
+def test_gates_at_their_ends(gate):
+    """x / (1 + e^-x) where the power is nothing, or all there is."""
+    one = torch.ones(1, 2).bfloat16()
+    weight, up = torch.tensor([[gate, 0.0]]).bfloat16(), torch.tensor([[2.0, 0.0]]).bfloat16()
+    got = torch.ops.octavo.linear_blocks_gated(one, blocks.pack(weight, None), blocks.pack(up, None), 1)
+    want = 2 * nn.functional.silu(weight.float()[:, :1])
+    torch.testing.assert_close(got.float(), want, rtol=2**-7, atol=1e-9, equal_nan=True)
+
+
+@needs_blocks
+def test_what_is_added_must_fit():
+    packed = blocks.pack(torch.randn(32, 64).bfloat16(), None)
+    for added in (torch.randn(3, 31), torch.randn(2, 32), torch.randn(32, 3).T):
+        with pytest.raises(RuntimeError, match="what is added"):
+            torch.ops.octavo.linear_blocks_added(torch.randn(3, 64).bfloat16(), packed, 32, added.bfloat16())
 
 
 @needs_blocks
