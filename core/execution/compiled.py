@@ -215,6 +215,8 @@ class CompiledLayers:
                 self._beside.append((head, lambda x: product(x, head.weight, None)))
         self._forwards = list(zip(layers, forwards, strict=True))
         self._weights = 0
+        # A model whose layers differ in more than their weights is compiled as often as that.
+        self._often = torch._dynamo.config.patch(recompile_limit=2 * len(layers) + 8)
 
     @contextmanager
     def used(self, step: AttentionStep, weights: int) -> Iterator[None]:
@@ -227,11 +229,9 @@ class CompiledLayers:
             for replays in self._replays:
                 replays.forget()
             self._weights = weights
-        # A model whose layers differ in more than their weights is compiled as often as that.
-        often = torch._dynamo.config.patch(recompile_limit=2 * len(self._layers) + 8)
         try:
             beside = [(module, forward) for module, forward in self._beside if not _has_own_forward(module)]
-            with lent([*self._forwards, *beside]), often, _serving(step, on_cpu=bool(self._replays)):
+            with lent([*self._forwards, *beside]), self._often, _serving(step, on_cpu=bool(self._replays)):
                 yield
         except torch._dynamo.exc.TorchDynamoException as error:
             raise UnsupportedModelError(

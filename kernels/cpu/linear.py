@@ -16,7 +16,8 @@ import os
 import platform
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from operator import is_
+from itertools import chain, repeat
+from operator import attrgetter, contains, is_
 from types import MethodType
 from typing import Any
 
@@ -55,17 +56,16 @@ class PackedLinears:
         self._packed: dict[nn.Linear, _Packed] = {}
         self._serving: dict[nn.Linear, _Packed] = {}
         self._by_place: dict[Place, Tensor] = {}
+        self._dicts = [layer.__dict__ for layer in self._layers]
         self._seen: list[object] = []
-        self._kept: list[object] = []
-        self._tensors: list[Tensor] = []
-        self._states: list[object] = []
+        self._inside = _Inside([])
         self.packings = 0
 
     @contextmanager
     def used(self, only: Iterable[nn.Linear] | None = None) -> Iterator[None]:
         """Let the layers multiply by their packed weights, or ``only`` those of them: the others do within ``lent``.
         Those that have become something else are left alone."""
-        if _outside(self._layers) != self._seen or _inside(self._tensors) != self._states:
+        if not _are(self._outside(), self._seen) or self._inside.have_changed():
             self._lay_out()
         _serving.update(self._by_place)
         try:
@@ -98,11 +98,16 @@ class PackedLinears:
                 packed = self._packed[layer] = _Packed(layer)
             self._serving[layer] = packed
         self._by_place = {packed.place: packed.weight for packed in self._serving.values() if not packed.in_blocks}
-        self._tensors = [tensor for packed in self._serving.values() for tensor in packed.made_from]
-        self._states = _inside(self._tensors)
-        self._kept = [tuple(layer._parameters.values()) for layer in self._layers]  # so that none comes in their place
-        self._seen = _outside(self._layers)
+        self._inside = _Inside([tensor for packed in self._serving.values() for tensor in packed.inside.tensors])
+        self._seen = self._outside()  # which keeps the parameters, so that none comes in their place
         self.packings += 1
+
+    def _outside(self) -> list[object]:
+        """What the layers are, without a look at their parameters, which may be anything. A step asks it of hundreds of
+        layers, so it goes past ``nn.Module.__getattr__``, which is slow."""
+        parameters = map(dict.__getitem__, self._dicts, repeat("_parameters"))
+        forwards = map(contains, self._dicts, repeat("forward"))
+        return [*map(type, self._layers), *forwards, *chain.from_iterable(map(dict.values, parameters))]
 
 
 def linear_layers(module: nn.Module) -> list[nn.Linear]:
@@ -115,8 +120,7 @@ class _Packed:
 
     def __init__(self, layer: nn.Linear) -> None:
         weight, bias = layer.weight, layer.bias
-        self.made_from = [weight] if bias is None else [weight, bias]
-        self._states = _inside(self.made_from)
+        self.inside = _Inside([weight] if bias is None else [weight, bias])
         self.place = _place(weight)
         self.in_blocks = blocks.serves(weight)
         if self.in_blocks:
@@ -130,31 +134,31 @@ class _Packed:
     def is_up_to_date(self) -> bool:
         layer = self.lends["forward"].__self__
         now = [tensor for tensor in (layer.weight, layer.bias) if tensor is not None]
-        same = len(now) == len(self.made_from) and all(map(is_, now, self.made_from))
-        return same and _inside(now) == self._states
+        return _are(now, self.inside.tensors) and not self.inside.have_changed()
 
 
-def _outside(layers: list[nn.Linear]) -> list[object]:
-    """What layers are, without a look at their parameters, which may be anything. A step asks it of hundreds of layers,
-    so it goes past ``nn.Module.__getattr__``, which is slow."""
-    return [
-        *map(type, layers),
-        *["forward" in layer.__dict__ for layer in layers],
-        *[id(parameter) for layer in layers for parameter in layer._parameters.values()],
-    ]
+class _Inside:
+    """Some parameters, where their data lie, and their versions; those of inference mode have none."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self.tensors = tensors
+        self._versioned = [tensor for tensor in tensors if not tensor.is_inference()]
+        self._states = self._now()
+
+    def have_changed(self) -> bool:
+        return self._now() != self._states
+
+    def _now(self) -> list[object]:
+        return [*map(Tensor.data_ptr, self.tensors), *map(attrgetter("_version"), self._versioned)]
 
 
-def _inside(parameters: list[Tensor]) -> list[object]:
-    """Where their data lie, and their versions."""
-    return [*map(Tensor.data_ptr, parameters), *map(_version, parameters)]
+def _are(some: list[Any], others: list[Any]) -> bool:
+    """Whether they are the same objects."""
+    return len(some) == len(others) and all(map(is_, some, others))
 
 
 BLOCKS = "_octavo_blocks"
 """The attribute of a layer that holds its weight in blocks while it is used."""
-
-
-def _version(parameter: Tensor) -> int:
-    return 0 if parameter.is_inference() else parameter._version
 
 
 def _place(weight: Tensor) -> Place:
