@@ -1,7 +1,12 @@
 """``linear.c`` and the layout of its weights: products in bf16 at the rate at which a few rows can read the weight.
 
 At up to 64 rows it takes 0.7 to 0.85 of the time of oneDNN's product by a packed weight, from 256 on 0.92 to 0.97
-(docs/cpu.md). The op is registered from C, so that code in C++ calls it without Python.
+(docs/cpu.md). The ops are registered from C, so that code in C++ calls them without Python:
+
+    linear_blocks         x W^T + b
+    linear_blocks_added   the same and what is added to it, rounded once
+    linear_blocks_gated   silu(x G^T) * (x U^T)
+    linear_blocks_3       three products of one x
 """
 
 from __future__ import annotations
