@@ -57,6 +57,7 @@ MARGIN = 0.99
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
 """Of gates."""
+GATED_IN_TRITON = (torch.bfloat16, torch.float16, torch.float32)
 
 Call = tuple[Tensor, Tensor, Tensor | None]
 
@@ -93,24 +94,29 @@ def gated_product(x: Tensor, weight: Tensor, gate: str) -> Tensor:
     "silu" or "gelu_tanh". For ``weight`` holds what it does for ``product``.
 
     Raises:
-        ValueError: another activation.
+        ValueError: another activation, or a weight of an odd number of outputs.
     """
     if gate not in ACTIVATIONS:
         raise ValueError(f"gate={gate!r}: it is one of {sorted(ACTIVATIONS)}")
+    if len(weight) % 2:
+        raise ValueError(f"a weight of {len(weight)} outputs has no two halves")
     out = _by_choice(x, weight, None, gate)
-    return _gated(product(x, weight, None), gate) if out is None else out
+    if out is None:
+        out = x.new_empty((*x.shape[:-1], len(weight) // 2))
+        _product_then_gate(gate, x, weight, None, out)
+    return out
 
 
-def _gated(both: Tensor, gate: str) -> Tensor:
-    """What is let through of gates and what they are for, [..., 2 N]."""
-    if both.device.type == "cuda":
+def _product_then_gate(gate: str, x: Tensor, weight: Tensor, residual: None, out: Tensor) -> None:
+    """A gated product in two launches."""
+    both = product(x, weight, None)
+    if both.device.type == "cuda" and both.dtype in GATED_IN_TRITON:
         from octavo.kernels.triton.gating import gate as let_through  # for GPUs alone; a CPU may have no Triton
 
-        out = both.new_empty((*both.shape[:-1], both.shape[-1] // 2))
         let_through(both, gate, out)
-        return out
-    gates, passed = both.chunk(2, -1)
-    return ACTIVATIONS[gate](gates) * passed
+    else:
+        gates, passed = both.chunk(2, -1)
+        torch.mul(ACTIVATIONS[gate](gates), passed, out=out.view(passed.shape))
 
 
 def _by_choice(x: Tensor, weight: Tensor, residual: Tensor | None, gate: str = "") -> Tensor | None:
@@ -217,12 +223,6 @@ def _proposals(device: int, shape: Shape) -> dict[str, Proposal]:
         run, prepare = partial(tiles.run, tiling, gate), partial(tiles.prepare, tiling, gate)
         found[f"hopper: {tiling}"] = Proposal(run, prepare)
     return found
-
-
-def _product_then_gate(gate: str, x: Tensor, weight: Tensor, residual: None, out: Tensor) -> None:
-    from octavo.kernels.triton.gating import gate as let_through  # as in ``_gated``
-
-    let_through(product(x, weight, None), gate, out)
 
 
 def _seconds(run: Callable[[], object]) -> float:

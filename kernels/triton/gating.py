@@ -15,11 +15,12 @@ from octavo.kernels.triton.plan import overlaps_launches
 _BLOCK = 1024
 
 
-@triton.jit(do_not_specialize=["total"])
-def _gate_kernel(x, out, total, N, TANH: tl.constexpr, OVERLAP: tl.constexpr, BLOCK: tl.constexpr):
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = i < total
-    at = x + i // N * (2 * N) + i % N
+@triton.jit
+def _gate_kernel(x, out, N, TANH: tl.constexpr, OVERLAP: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = n < N
+    at = x + row * (2 * N) + n
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -28,19 +29,18 @@ def _gate_kernel(x, out, total, N, TANH: tl.constexpr, OVERLAP: tl.constexpr, BL
     g = gate.to(tl.float32)
     inner = 1.5957691216 * (g + 0.044715 * g * g * g) if TANH else g  # 2 sqrt(2 / pi)
     opened = (g * tl.sigmoid(inner)).to(gate.dtype)  # rounded, as a model does
-    tl.store(out + i, opened.to(tl.float32) * passed.to(tl.float32), mask=inside)
+    tl.store(out + row * N + n, opened.to(tl.float32) * passed.to(tl.float32), mask=inside)
 
 
 def gate(x: Tensor, activation: str, out: Tensor) -> None:
-    """``out [..., N] = act(x[..., :N]) * x[..., N:]`` of ``x [..., 2 N]``, both contiguous and of one type;
-    ``activation`` is "silu" or "gelu_tanh"."""
+    """``out [..., N] = act(x[..., :N]) * x[..., N:]`` of ``x [..., 2 N]``, both contiguous and of one type of
+    16 or 32 bits; ``activation`` is "silu" or "gelu_tanh"."""
     assert x.is_contiguous() and out.is_contiguous() and x.shape[-1] == 2 * out.shape[-1]
-    total, overlap = out.numel(), overlaps_launches(x.device)
-    _gate_kernel[(triton.cdiv(total, _BLOCK),)](
+    width, overlap = out.shape[-1], overlaps_launches(x.device)
+    _gate_kernel[x.shape[:-1].numel(), triton.cdiv(width, _BLOCK)](
         x,
         out,
-        total,
-        out.shape[-1],
+        width,
         TANH=activation == "gelu_tanh",
         OVERLAP=overlap,
         BLOCK=_BLOCK,

@@ -62,6 +62,8 @@ class TestOnACpu:
     def test_an_unknown_gate_is_refused(self):
         with pytest.raises(ValueError, match=r"gate='relu': it is one of \['gelu_tanh', 'silu'\]"):
             gated_product(*inputs()[:2], "relu")
+        with pytest.raises(ValueError, match="a weight of 63 outputs has no two halves"):
+            gated_product(inputs()[0], inputs()[1][:63], "silu")
 
 
 NAME = str(cublaslt.Shape(3, 64, 128, torch.bfloat16, True))
@@ -232,20 +234,17 @@ class TestChoosing:
     @pytest.mark.parametrize("gates", [False, True])
     def test_a_gate_is_the_products_own_or_a_launch_behind_it(self, monkeypatch, gates):
         x, weight, _ = inputs()
-        want = products._gated(F.linear(x, weight), "silu")
+        opened, passed = F.linear(x, weight).chunk(2, -1)
+        want = F.silu(opened) * passed
         names = {False: "a product, then its gate", True: "hopper: tiles"}
 
         def run(tiling, gate, x, weight, residual, out):
             assert (tiling, gate, residual) == ("tiles", "silu", None)
             out.fill_(7)
 
-        def then(gate, x, weight, residual, out):
-            out.copy_(products._gated(product(x, weight, None), gate)[0])
-
         monkeypatch.setattr(products.tiles, "tilings", lambda *shape: ["tiles"] if shape[4] else [])
         monkeypatch.setattr(products.tiles, "run", run)
         monkeypatch.setattr(products.tiles, "prepare", lambda *given: None)
-        monkeypatch.setattr(products, "_product_then_gate", then)
         times = iter([3.0, 2.99, 1.0, 0.0, 1.0, 2.0, 1.0 if gates else 3.0])
         monkeypatch.setattr(products, "_seconds", lambda run: (run(), next(times))[1])
         monkeypatch.setattr(FakeProduct, "refused", 9)
