@@ -17,7 +17,7 @@ from octavo.kernels.products.product import product  # noqa: F401, which makes t
 def with_products(module: GraphModule) -> GraphModule:
     """``module`` itself, in which every Linear layer of a weight of its own and without a bias is a product. What such
     a layer is added to, if to nothing but one thing of its own shape, the product adds; and where gate and up are one
-    Linear layer (``joined_linears.py``), it gates."""
+    Linear layer, by the model or by ``joined_linears.py``, it gates."""
     graph = module.graph
     for node in list(graph.nodes):
         if not _is_linear(node):
@@ -74,30 +74,38 @@ def _residual(node: Node) -> tuple[Node | None, Node | None]:
 def _gate(node: Node) -> tuple[str, list[Node], Node] | None:
     """Of a product whose first half, through an activation, is multiplied by its second half, and nothing else: which
     activation, the nodes in between, users first, and the multiplication."""
-    parts = list(node.users)
-    if len(parts) != 2 or any(part.target is not operator.getitem for part in parts):
+    halves = _halves(node)
+    if halves is None or any(len(half.users) != 1 for half in halves[:2]):
         return None
-    gates, passed = sorted(parts, key=lambda part: part.args[1] != _half(node, first=True))
-    if gates.args[1] != _half(node, first=True) or passed.args[1] != _half(node, first=False):
-        return None
-    if len(gates.users) != 1 or len(passed.users) != 1:
-        return None
+    gates, passed, *taken_from = halves
     (opened,), (last,) = gates.users, passed.users
     activation = _activation(opened)
     if activation is None or list(opened.users) != [last] or last.target is not operator.mul:
         return None
     if set(last.args) != {opened, passed} or written_between(node, last):
         return None
-    return activation, [opened, gates, passed], last
+    return activation, [opened, gates, passed, *taken_from], last
 
 
-def _half(node: Node, first: bool) -> Any:
-    """How a graph takes a half of what ``node`` gives; nothing does if it is odd or not known."""
+def _halves(node: Node) -> list[Node] | None:
+    """The two halves of the outputs of a product that is wanted for nothing else, and what they are taken from if that
+    is not the product: one Linear layer in the model has ``chunk``, joined ones are taken apart by their widths."""
     example = node.meta.get("example_value")
-    width = 1 if example is None else example.shape[-1]
+    width = None if example is None else example.shape[-1]
     if not isinstance(width, int) or width % 2:
         return None
-    return (..., slice(0, width // 2, None) if first else slice(width // 2, width, None))
+    users, taken_from = list(node.users), []
+    wanted: list[Any] = [(..., slice(0, width // 2, None)), (..., slice(width // 2, width, None))]
+    if len(users) == 1 and _is_chunk(users[0]):
+        taken_from, wanted = users, [0, 1]
+        users = list(users[0].users)
+    found = [user for part in wanted for user in users if user.target is operator.getitem and user.args[1] == part]
+    return [*found, *taken_from] if len(found) == len(users) == 2 else None
+
+
+def _is_chunk(node: Node) -> bool:
+    """In two, along the last axis."""
+    return node.target == "chunk" and (*node.args[1:], *node.kwargs.values()) == (2, -1)
 
 
 def _activation(node: Node) -> str | None:

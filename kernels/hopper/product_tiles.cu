@@ -200,6 +200,7 @@ product_tiles(const __grid_constant__ TensorMap weight, const __grid_constant__ 
       add(sum, residual + to);
     store(out + to, sum);
   }
+  __syncwarp();
   cluster_arrive();
   cluster_wait();
 }

@@ -134,6 +134,26 @@ def test_factors_may_stand_the_other_way_round():
     assert gate_graph(swapped)[1] == [GATED]
 
 
+def chunked(chunks=2, **given):
+    """As models have it whose gate and up are one layer."""
+
+    def change(graph, parts):
+        both, gates, _, passed, _ = parts
+        with graph.inserting_before(gates):
+            halves = graph.call_method("chunk", (both, chunks), given)
+        gates.args, passed.args = (halves, 0), (halves, 1)
+        return parts
+
+    return change
+
+
+def test_halves_may_be_chunks():
+    module, targets = gate_graph(chunked(dim=-1))
+    x, weight = torch.randn(1, 3, 4), torch.randn(8, 4)
+    gates, passed = F.linear(x, weight).chunk(2, -1)
+    assert targets == [GATED] and torch.equal(module(x, weight), F.silu(gates) * passed)
+
+
 def other_half(graph, parts):
     parts[1].args, parts[3].args = parts[3].args, parts[1].args
     return parts
@@ -166,9 +186,10 @@ def itself(graph, parts):
     ("change", "named"),
     [(other_half, {}), (other_part, {}), (wanted_twice(0), {}), (wanted_twice(1), {}), (wanted_twice(2), {}),
      (wanted_twice(3), {}), (written, {}), (itself, {}), (lambda g, p: p, {"act": torch.sigmoid}),
-     (lambda g, p: p, {"act": F.gelu}), (lambda g, p: p, {"inplace": True}), (lambda g, p: p, {"width": 7})],
-    ids=["second half", "other part", "both", "gates", "opened", "passed", "written", "itself", "sigmoid", "erf",
-         "in place", "odd"],
+     (chunked(dim=0), {}), (chunked(3, dim=-1), {}), (chunked(), {}), (lambda g, p: p, {"act": F.gelu}),
+     (lambda g, p: p, {"inplace": True}), (lambda g, p: p, {"width": 7})],
+    ids=["second half", "other part", "both", "gates", "opened", "passed", "written", "itself", "sigmoid",
+         "rows", "thirds", "rows by default", "erf", "in place", "odd"],
 )  # fmt: skip
 def test_what_is_no_gated_product(change, named):
     assert GATED not in gate_graph(change, **named)[1]
