@@ -1,0 +1,58 @@
+"""Products of an 8B Llama shape by every proposal, by hand, on a GPU: ``python tests/kernels/time_products.py 1 64 256``.
+
+Microseconds of a launch in a row of six weights, as a step meets them: the fastest of each kind, and which it is. Gate
+and up are timed with the activation. The figures of docs/kernels/product.md.
+"""
+
+import sys
+
+import torch
+
+from octavo.kernels.products import product as products
+from octavo.kernels.products.cublaslt import Shape
+
+WEIGHTS = 6
+PRODUCTS = {  # outputs, inputs, whether a residual is added, activation
+    "QKV": (6144, 4096, False, ""),
+    "output": (4096, 4096, True, ""),
+    "gate, up": (28_672, 4096, False, "silu"),
+    "down": (4096, 14_336, True, ""),
+}
+
+
+def times(rows: int, outputs: int, inputs: int, adds: bool, gate: str) -> dict[str, float]:
+    """Microseconds of one launch by each proposal that runs."""
+    torch.manual_seed(0)
+    like = {"device": "cuda", "dtype": torch.bfloat16}
+    x, weights = torch.randn(rows, inputs, **like), [torch.randn(outputs, inputs, **like) / 64 for _ in range(WEIGHTS)]
+    shape = Shape(rows, outputs, inputs, torch.bfloat16, adds, gate)
+    residual = torch.randn(rows, outputs, **like) if adds else None
+    out = torch.empty(rows, shape.given, **like)
+    with products.choosing():  # of what a gate may come behind
+        for weight in weights:
+            products.product(x, weight, None)
+    found = {}
+    for name, proposal in products._proposals(0, shape).items():
+        try:
+            seconds = products._seconds(lambda run=proposal.run: [run(x, weight, residual, out) for weight in weights])
+        except RuntimeError:
+            continue
+        found[name] = 1e6 * seconds / WEIGHTS
+    return found
+
+
+def kind(name: str) -> str:
+    return next((kind for kind in ("streams", "tiles", "a product, then its gate") if kind in name), "cuBLASLt")
+
+
+def main() -> None:
+    for rows in map(int, sys.argv[1:] or ("1", "16", "32", "64", "96", "128", "192", "256")):
+        for name, given in PRODUCTS.items():
+            best: dict[str, tuple[float, str]] = {}
+            for proposal, us in times(rows, *given).items():
+                best[kind(proposal)] = min(best.get(kind(proposal), (us, proposal)), (us, proposal))
+            print(rows, name, *(f"| {of} {us:.1f} ({by[:60]})" for of, (us, by) in sorted(best.items())), flush=True)
+
+
+if __name__ == "__main__":
+    main()
