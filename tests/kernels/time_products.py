@@ -1,4 +1,4 @@
-"""Products of an 8B Llama shape by every proposal, by hand, on a GPU: ``python tests/kernels/time_products.py 1 64 256``.
+"""Products of an 8B Llama shape by every proposal, by hand, on a GPU: ``python tests/kernels/time_products.py 1 64``.
 
 Microseconds of a launch in a row of six weights, as a step meets them: the fastest of each kind, and which it is. Gate
 and up are timed with the activation. The figures of docs/kernels/product.md.
