@@ -16,7 +16,7 @@ from octavo.core.inspection.trace_recorder import TraceRecorder
 from octavo.core.memory.block_table import append_pages
 from octavo.core.memory.host_tier import HostTier
 from octavo.core.memory.layer_groups import LayerPlan
-from octavo.core.memory.page_pool import PagePool
+from octavo.core.memory.page_pool import PagePool, Units
 from octavo.core.memory.prefix_cache import Node, PageKey
 from octavo.core.prefix_match import PrefixMatch, match_prefix
 from octavo.core.sequence import Sequence
@@ -66,6 +66,7 @@ class Scheduler:
         self.preemptions = 0
         self.running_peak = 0
         self.recorder: TraceRecorder | None = None
+        self._copies: list[Units] = []  # of a plan that is being made, or has failed: tables say that they are made
 
     def schedule(self, sparing: bool = False) -> StepPlan:
         """Plan the next step.
@@ -113,7 +114,7 @@ class Scheduler:
         self._items.begin()
         if self.recorder is not None:
             self.recorder.stepping(self._step, self._pool.evictions)
-        plan = StepPlan(sparing=sparing, number=self._step)
+        plan = StepPlan(copies=self._copies, sparing=sparing, number=self._step)
         self._end_sources()
         waiting = set(self.waiting)
         admitting = True
@@ -168,6 +169,7 @@ class Scheduler:
         self.running_peak = max(self.running_peak, len(self.running))
         if self.recorder is not None:
             self.recorder.planned(self._pool.evictions)
+        self._copies = []
         return plan
 
     def decode(self, batch: DecodeBatch, running: int, verification: Verification | None = None) -> StepPlan | None:
@@ -192,9 +194,8 @@ class Scheduler:
         self._pool.book.clock = self._step
         if self.recorder is not None:
             self.recorder.stepping(self._step, self._pool.evictions)
-        plan = StepPlan(
-            batch=batch, verification=verification, ahead=True, changed=[sequence for _, sequence, _ in others]
-        )
+        changed = [sequence for _, sequence, _ in others]
+        plan = StepPlan(copies=self._copies, batch=batch, verification=verification, ahead=True, changed=changed)
         if growing:
             self._pool.prepare(units)
             members = [batch.sequences[member] for member in growing]
@@ -215,6 +216,7 @@ class Scheduler:
                 if not batch.drafting[member]:
                     self.recorder.placed(batch.sequences[member], int(batch.starts[member]) + 1)
             self.recorder.planned(self._pool.evictions)
+        self._copies = []
         return plan
 
     def _turning(

@@ -11,6 +11,7 @@ import torch
 from octavo.core import SamplingParams
 from octavo.core.execution import device_tables
 from octavo.core.execution.device_tables import DeviceTables
+from octavo.core.memory.block_table import BlockTable
 from octavo.core.sequence import Sequence
 from octavo.core.serving.requests import new_request
 from octavo.scripts.build import method
@@ -81,6 +82,32 @@ def test_a_step_that_fails_is_made_again(damage, steps, t_model, engine_for, dra
     engine.check()
     drained = drain(engine)
     assert {name: drained.completions[name].samples[0].token_ids for name in prompts} == expected
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize("execution", ["eager", "graph"])
+def test_a_page_of_its_own_is_filled_though_planning_failed_behind_it(
+    execution, t_model, engine_for, drain, assert_idle, monkeypatch
+):
+    """Two of three samples take a copy of the page that they share, the second of them at the second try."""
+    params = SamplingParams(n=3, temperature=1.0, seed=0, **GREEDY)
+    (expected,) = engine_for(t_model).generate([tokens(6)], params)
+    engine = engine_for(t_model, execution=execution)
+    engine.submit(tokens(6), params, request_id="a")
+    engine.step()
+    copy, calls = BlockTable.copy_on_write, []
+
+    def second_fails(table, page):
+        calls.append(page)
+        if len(calls) == 2:
+            raise MemoryError("table")
+        return copy(table, page)
+
+    monkeypatch.setattr(BlockTable, "copy_on_write", second_fails)
+    with pytest.raises(MemoryError):
+        while True:
+            engine.step()
+    assert drain(engine).completions["a"].samples == expected.samples and len(calls) == 3
     assert_idle(engine)
 
 
