@@ -51,10 +51,14 @@ def plan_ahead(engine: Engine) -> StepPlan | None:
         running = len(flight.batch)
     if batch is not None and not engine._runner.carries(batch):
         return None
-    plan = None if batch is None else engine._scheduler.decode(batch, running, verification)
-    if plan is None and flight.is_plain:
-        engine._flight = replace(flight, counted=True)
-        plan = _look_around(engine, [] if batch is None else batch.sequences)
+    try:
+        plan = None if batch is None else engine._scheduler.decode(batch, running, verification)
+        if plan is None and flight.is_plain:
+            engine._flight = replace(flight, counted=True)
+            plan = _look_around(engine, [] if batch is None else batch.sequences)
+    except BaseException:  # whose tables have changed by then, the next plan does not say
+        engine._runner.forget()
+        raise
     if plan is not None:
         engine._runner.copies.queue(plan.copies)
     return plan

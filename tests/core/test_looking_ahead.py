@@ -12,6 +12,7 @@ from octavo.core import SamplingParams
 from octavo.core.execution.decode_state import DecodeState
 from octavo.core.execution.replayer import Replayer
 from octavo.core.inspection.trace_recorder import TraceRecorder
+from octavo.core.memory.block_table import BlockTable
 from octavo.sparse.budgets import Uniform
 from octavo.sparse.method import Method
 from octavo.sparse.scorers import Random
@@ -522,6 +523,25 @@ def test_nor_where_a_window_passes_pages(damage, at, model, request, engine_for,
             engine.check()
         engine.check()
     assert found([done[str(number)] for number in range(len(PLAIN))], False) == found(expected, False)
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize("at", range(1, 13))
+def test_a_page_that_a_failed_plan_took_is_told_to_the_device(at, w_model, engine_for, assert_idle, monkeypatch):
+    """Three decode behind a window, and turn to their next pages in the same steps."""
+    requests = [(tokens(9, seed), SamplingParams(max_tokens=20, ignore_eos=True)) for seed in range(3)]
+    expected = run(engine_for(w_model), requests)
+    engine, done = engine_for(w_model, execution="graph"), {}
+    for number, (prompt, params) in enumerate(requests):
+        engine.submit(prompt, params, request_id=str(number))
+    monkeypatch.setattr(BlockTable, "extend", once(BlockTable.extend, at, MemoryError("pages")))
+    while engine.has_work():
+        try:
+            done |= {out.request_id: out.completion for out in engine.step() if out.completion is not None}
+        except MemoryError:
+            engine.check()
+        engine.check()
+    assert found([done[str(number)] for number in range(3)], False) == found(expected, False)
     assert_idle(engine)
 
 
