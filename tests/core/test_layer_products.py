@@ -164,6 +164,12 @@ def other_part(graph, parts):
     return parts
 
 
+def whole(graph, parts):
+    for part in (parts[1], parts[3]):
+        part.args = (parts[0], None)
+    return parts
+
+
 def wanted_twice(number):
     def change(graph, parts):
         return (*parts, graph.call_function(operator.add, (parts[number], parts[-1])))
@@ -187,9 +193,10 @@ def itself(graph, parts):
     [(other_half, {}), (other_part, {}), (wanted_twice(0), {}), (wanted_twice(1), {}), (wanted_twice(2), {}),
      (wanted_twice(3), {}), (written, {}), (itself, {}), (lambda g, p: p, {"act": torch.sigmoid}),
      (chunked(dim=0), {}), (chunked(3, dim=-1), {}), (chunked(), {}), (lambda g, p: p, {"act": F.gelu}),
-     (lambda g, p: p, {"inplace": True}), (lambda g, p: p, {"width": 7})],
+     (lambda g, p: p, {"inplace": True}), (lambda g, p: p, {"width": 7}),
+     (whole, {"width": 7})],
     ids=["second half", "other part", "both", "gates", "opened", "passed", "written", "itself", "sigmoid",
-         "rows", "thirds", "rows by default", "erf", "in place", "odd"],
+         "rows", "thirds", "rows by default", "erf", "in place", "odd", "odd, with an axis more"],
 )  # fmt: skip
 def test_what_is_no_gated_product(change, named):
     assert GATED not in gate_graph(change, **named)[1]
