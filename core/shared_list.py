@@ -66,7 +66,7 @@ class SharedList(Sequence[T]):
         self._own += items
 
     def fork(self) -> SharedList[T]:
-        """A list of the same items; what this one has of its own so far is shared from now on."""
+        """A list of the same items; what this one has of its own so far is copied, once, and shared from now on."""
         if self._own:
             self._pieces += (self._own.copy(),)
             self._starts += (self._shared,)

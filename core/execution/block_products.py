@@ -5,8 +5,8 @@ done to them, become one op. Each op is a parallel region, and what is around it
     silu(linear(x, gate)) * linear(x, up)       ->  linear_blocks_gated(x, gate, up)
     linear(x, w) + residual                     ->  linear_blocks_added(x, w, residual)
 
-This is looked for in the graph, whatever the model. A result is rounded once, where a layer that is run line by line
-rounds after every line.
+This is looked for in the graph, whatever the model. A sum is rounded once, and what is let through after gate and up
+have been, where a layer that is run line by line rounds after every line.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ that is being served which layer that is (they come in order), which tables, whi
                              the PagedStep of this forward pass
 
 On a GPU there are three versions of that code, and the step says which it wants: one for any number of tokens; one for
-few, in which kernels are short, so that products add the residual (``layer_products.py``) and every kernel is launched
-while the one before it runs; and the same without RoPE (``turning.py``), for steps that turn queries and keys
+few, in which kernels are short, so that products add the residual or gate (``layer_products.py``) and every kernel is
+launched while the one before it runs; and the same without RoPE (``turning.py``), for steps that turn queries and keys
 themselves.
 """
 

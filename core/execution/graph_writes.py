@@ -1,7 +1,7 @@
 """Which nodes of a traced graph write to tensors in place: they stand where they do for a reason that no edge shows.
 
-Who writes a graph anew (``layer_products.py``, ``turning.py``) must not read a tensor behind such a node that was read
-in front of it, nor take one whose result nobody uses for dead code.
+Who writes a graph anew (``layer_products.py``, ``block_products.py``, ``turning.py``) must not read a tensor behind
+such a node that was read in front of it, nor take one whose result nobody uses for dead code.
 """
 
 from __future__ import annotations

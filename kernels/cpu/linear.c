@@ -68,10 +68,17 @@ static const element *rows_of(Tensor x, Tensor blocks, int64_t *rows, int64_t *p
     return address;
 }
 
+static void check_blocks(Tensor blocks, int64_t outputs) {
+    int64_t *shape;
+    aoti_torch_get_sizes(blocks, &shape);
+    CHECK(shape[0] == (outputs + WIDE - 1) / WIDE, "a weight has not as many blocks as its outputs take");
+}
+
 // A product by a weight of so many outputs, whose result is made like x.
 static Product prepare(Tensor x, Tensor blocks, int64_t outputs, Tensor *y) {
     int64_t dim, *shape, sizes[MAX_DIM], strides[MAX_DIM];
     Product product = {.outputs = outputs};
+    check_blocks(blocks, outputs);
     aoti_torch_get_dim(x, &dim);
     aoti_torch_get_sizes(x, &shape);
     for (int64_t i = dim - 1, stride = 1; i >= 0; i--) {
@@ -133,6 +140,7 @@ static void linear_blocks_gated(Value *stack, uint64_t arguments, uint64_t resul
     const element *from = rows_of(x, (Tensor)stack[2], &rows, &pairs_up);
     from = rows_of(x, blocks, &rows, &pairs);
     Product both[2] = {prepare(x, blocks, (int64_t)stack[3], &y)};
+    check_blocks((Tensor)stack[2], (int64_t)stack[3]);
     both[1] = both[0];
     aoti_torch_get_data_ptr((Tensor)stack[2], (void **)&both[1].blocks);
     products(from, both, 2, 1, rows, pairs);

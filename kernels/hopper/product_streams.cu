@@ -144,6 +144,7 @@ product_streams(const __grid_constant__ TensorMap weight, const __grid_constant_
         store(out + to, sum);
       }
     }
+    __syncwarp();
     asm volatile("bar.sync 1, %0;" ::"n"(MULTIPLIERS) : "memory");
     if (threadIdx.x < SPLIT) arrive_in_block(joined, threadIdx.x);
   }

@@ -13,7 +13,7 @@ from octavo.kernels.hopper.compiler import SHARED_BYTES, Kernel, compiled, tenso
 from octavo.kernels.hopper.wgmma import multiplication
 
 MOST_ROWS = 64
-MOST_STAGES = 20
+MOST_STAGES = 20  # more than fit
 LEAST_STAGES = 3
 """Fewer cannot keep the memory busy."""
 

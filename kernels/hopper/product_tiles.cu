@@ -1,9 +1,9 @@
 // A product of up to 256 rows on Hopper: out [rows, outputs] = x [rows, inputs] @ weight [outputs, inputs].T
 // (+ residual), or, with a GATE, out [rows, outputs / 2] = act(first half of the outputs) * second half.
 //
-// One tile a block, all tiles at once: a cluster of SPLIT blocks takes OUTPUTS outputs of TOKENS tokens (rows, padded),
-// each of its blocks a share of the inputs, and OUTPUTS are so many that the clusters of one wave take them all. Tokens
-// are the rows of what the tensor cores multiply, 64 to a warpgroup; outputs are its columns, any multiple of 8:
+// One tile a block: a cluster of SPLIT blocks takes OUTPUTS outputs of TOKENS tokens (rows, padded), each of its blocks a
+// share of the inputs, and OUTPUTS are so many that the clusters of one wave take them all, or of as few waves as can.
+// Tokens are the rows of what the tensor cores multiply, 64 to a warpgroup; outputs are its columns, any multiple of 8:
 //
 //                 inputs  | block 0 of the cluster | block 1 |    two rings, 128 bytes a row, swizzled:
 //      weight    OUTPUTS  | step 0 | step 1 | ...  | ...     |       weights  W_STAGES of [WIDE][OUTPUTS][64]

@@ -10,7 +10,9 @@ INLINE u32 in_block(u32 address, int rank) {
   return mapped;
 }
 
-INLINE void arrive_in_block(u32 barrier, int rank) {  // that something may be overwritten: it publishes nothing
+// Says that something may be overwritten, and publishes nothing: a release to the block is enough, as whoever arrives has
+// the numbers that were read in registers by then, behind a bar.sync of all who read.
+INLINE void arrive_in_block(u32 barrier, int rank) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(in_block(barrier, rank)) : "memory");
 }
 

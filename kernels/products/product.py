@@ -25,7 +25,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from hashlib import sha256
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -37,7 +38,7 @@ from torch import Tensor
 from octavo.kernels.cache_dir import cache_dir, put
 from octavo.kernels.hopper import product_streams as streams
 from octavo.kernels.hopper import product_tiles as tiles
-from octavo.kernels.hopper.compiler import usable
+from octavo.kernels.hopper.compiler import HERE, usable
 from octavo.kernels.products import cublaslt
 from octavo.kernels.products.cublaslt import Product, Shape
 from octavo.kernels.triton.settings import chip
@@ -246,8 +247,15 @@ def _seconds(run: Callable[[], object]) -> float:
 
 def _file(device: int) -> Path:
     card = torch.device("cuda", device)
-    own = "-own" if usable(card) else ""  # of those who have octavo's ways, too
+    own = f"-{_own_kernels()}" if usable(card) else ""
     return cache_dir() / f"products-{chip(card)}-{cublaslt.version()}{own}.json"
+
+
+@cache
+def _own_kernels() -> str:
+    """A name for octavo's own proposals: where a kernel or a way has changed, all is chosen anew."""
+    files = [file.read_text() for kind in ("product*.cu", "*.h") for file in sorted(HERE.glob(kind))]
+    return sha256("\0".join([*files, repr(streams.WAYS), repr(tiles.TILINGS)]).encode()).hexdigest()[:12]
 
 
 def _kept(device: int) -> dict[str, object]:

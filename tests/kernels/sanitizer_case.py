@@ -38,7 +38,7 @@ from test_step import State
 from octavo.kernels import ops
 from octavo.kernels.hopper import product_streams, product_tiles
 from octavo.kernels.layout import pool_shape
-from octavo.kernels.products.product import ACTIVATIONS
+from octavo.kernels.products.product import ACTIVATIONS, gated_product
 
 DTYPE = torch.bfloat16
 SLACK = {torch.bfloat16: 2**-6, torch.float32: 3e-5}
@@ -276,13 +276,17 @@ def product(device: str) -> None:
     for way in product_streams.ways(x.device, 5, 200, 328):
         product_streams.run(way, x, weight, residual, out)
         assert (out.double() - want).norm() <= SLACK[DTYPE] * want.norm(), way
-    for rows, gate in ((40, ""), (130, "silu"), (70, ""), (250, "gelu_tanh")):
+    for rows, gate, adds in ((40, "", True), (130, "silu", False), (70, "", False), (250, "gelu_tanh", False)):
         x = torch.randn(rows, 328).to(device, DTYPE)
-        want = gated(x.double() @ weight.double().T, gate)
+        residual = torch.randn(rows, 200).to(device, DTYPE) if adds else None
+        want = gated(x.double() @ weight.double().T, gate) + (0 if residual is None else residual.double())
         out = torch.empty_like(want, dtype=DTYPE)
         for tiling in product_tiles.tilings(x.device, rows, 200, 328, gate):
-            product_tiles.run(tiling, gate, x, weight, None, out)
+            product_tiles.run(tiling, gate, x, weight, residual, out)
             assert (out.double() - want).norm() <= SLACK[DTYPE] * want.norm(), tiling
+        if gate:
+            got = gated_product(x, weight, gate)  # in two launches, as nobody has chosen
+            assert (got.double() - want).norm() <= SLACK[DTYPE] * want.norm(), gate
 
 
 def gated(both: Tensor, gate: str) -> Tensor:

@@ -146,6 +146,14 @@ def test_blocks_refuse_what_they_would_misread():
     for x in (torch.randn(3, 62).bfloat16(), torch.randn(64, 3).bfloat16().T):
         with pytest.raises(RuntimeError, match="contiguous"):
             blocks.multiply(x, packed, 32)
+    x, ops, larger = torch.randn(3, 64).bfloat16(), torch.ops.octavo, blocks.pack(torch.randn(64, 64).bfloat16(), None)
+    for call in (
+        lambda: blocks.multiply(x, packed, 33),
+        lambda: ops.linear_blocks_gated(x, larger, packed, 64),
+        lambda: ops.linear_blocks_3(x, packed, 32, packed, 32, larger, 32),
+    ):
+        with pytest.raises(RuntimeError, match="as many blocks as its outputs"):
+            call()
 
 
 @needs_blocks

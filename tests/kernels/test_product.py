@@ -189,6 +189,16 @@ class TestChoosing:
         _, algorithm = the_choice()
         assert algorithm[0] == 2
 
+    def test_other_kernels_are_chosen_from_anew(self, monkeypatch):
+        products._own_kernels.cache_clear()
+        name = products._own_kernels()
+        products._own_kernels.cache_clear()
+        monkeypatch.setattr(products.tiles, "TILINGS", products.tiles.TILINGS[1:])
+        try:
+            assert products._own_kernels() != name
+        finally:
+            products._own_kernels.cache_clear()
+
     @pytest.mark.parametrize("error", [OSError("no libcublasLt"), RuntimeError("proposes nothing")], ids=str)
     def test_without_the_library_or_a_proposal_it_is_torch(self, monkeypatch, error):
         def missing(shape, device):
