@@ -22,8 +22,8 @@
 #define W_BYTES (OUTPUTS * 128)
 #define X_BYTES (TOKENS * 128)
 #define STAGE_BYTES (WIDE * (W_BYTES + X_BYTES))
-#define PART (OUTPUTS / SPLIT)  // outputs that a block joins
-#define PITCH (PART + 4)  // of a token's sums, so that the threads of a warp write to different banks
+#define OWN_OUTPUTS (OUTPUTS / SPLIT)  // outputs that a block joins
+#define PITCH (OWN_OUTPUTS + 4)  // of a token's sums, so that the threads of a warp write to different banks
 #define MULTIPLIERS 128
 
 extern "C" __global__ void __launch_bounds__(MULTIPLIERS + 32, 1)
@@ -34,12 +34,12 @@ product_streams(const __grid_constant__ TensorMap weight, const __grid_constant_
   float* others = own + SPLIT * TOKENS * PITCH;  // [SPLIT - 1, TOKENS, PITCH], what this block joins of the others' sums
   u64* barriers = reinterpret_cast<u64*>(others + (SPLIT - 1) * TOKENS * PITCH);
   const u32 stages = shared_address(memory), full = shared_address(barriers), empty = full + 8 * STAGES;
-  const u32 received = empty + 8 * STAGES, joined = received + 8;
+  const u32 received = empty + 8 * STAGES, free = received + 8;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  int rank;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  int part;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(part));
   const int cluster = blockIdx.x / SPLIT, clusters = gridDim.x / SPLIT;
-  const int first = steps * rank / SPLIT, last = steps * (rank + 1) / SPLIT;
+  const int first = steps * part / SPLIT, last = steps * (part + 1) / SPLIT;
 
   if (threadIdx.x == MULTIPLIERS) {
     for (int i = 0; i < STAGES; i++) {
@@ -47,7 +47,7 @@ product_streams(const __grid_constant__ TensorMap weight, const __grid_constant_
       barrier_init(empty + 8 * i, 4);
     }
     barrier_init(received, 1);
-    barrier_init(joined, SPLIT);
+    barrier_init(free, SPLIT);
     barriers_ready();
   }
   __syncwarp();
@@ -110,11 +110,11 @@ product_streams(const __grid_constant__ TensorMap weight, const __grid_constant_
     asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
     if (lane == 0 && first < last) arrive(empty + 8 * ((n - 1) % STAGES));
 
-    if (turn > 0) wait(joined, (turn - 1) & 1);
+    if (turn > 0) wait(free, (turn - 1) & 1);
 #pragma unroll
     for (int i = 0; i < TOKENS / 2; i++) {
       int output = warp * 16 + lane / 4 + i % 4 / 2 * 8, token = i / 4 * 8 + lane % 4 * 2 + i % 2;
-      own[(output / PART * TOKENS + token) * PITCH + output % PART] = sums[i];
+      own[(output / OWN_OUTPUTS * TOKENS + token) * PITCH + output % OWN_OUTPUTS] = sums[i];
     }
     if (SPLIT > 1) written_for_copies();
     asm volatile("bar.sync 1, %0;" ::"n"(MULTIPLIERS) : "memory");
@@ -123,19 +123,19 @@ product_streams(const __grid_constant__ TensorMap weight, const __grid_constant_
         const int bytes = rows * PITCH * 4;
         arrive_expecting(received, (SPLIT - 1) * bytes);
         for (int r = 0; r < SPLIT; r++)
-          if (r != rank)
-            copy_to_block(shared_address(others + (rank - (rank > r)) * TOKENS * PITCH),
+          if (r != part)
+            copy_to_block(shared_address(others + (part - (part > r)) * TOKENS * PITCH),
                           shared_address(own + r * TOKENS * PITCH), bytes, received, r);
       }
       wait(received, turn & 1);
     }
-    const int fours = PART / 4;
+    const int fours = OWN_OUTPUTS / 4;
     for (int i = threadIdx.x; i < rows * fours; i += MULTIPLIERS) {
-      int token = i / fours, place = i % fours * 4, output = share * OUTPUTS + rank * PART + place;
+      int token = i / fours, place = i % fours * 4, output = share * OUTPUTS + part * OWN_OUTPUTS + place;
       float4 sum = make_float4(0, 0, 0, 0);
 #pragma unroll
       for (int r = 0; r < SPLIT; r++) {
-        const float* from = r == rank ? own + r * TOKENS * PITCH : others + (r - (r > rank)) * TOKENS * PITCH;
+        const float* from = r == part ? own + r * TOKENS * PITCH : others + (r - (r > part)) * TOKENS * PITCH;
         add(sum, *reinterpret_cast<const float4*>(from + token * PITCH + place));
       }
       if (output < outputs) {
@@ -146,7 +146,7 @@ product_streams(const __grid_constant__ TensorMap weight, const __grid_constant_
     }
     __syncwarp();
     asm volatile("bar.sync 1, %0;" ::"n"(MULTIPLIERS) : "memory");
-    if (threadIdx.x < SPLIT) arrive_in_block(joined, threadIdx.x);
+    if (threadIdx.x < SPLIT) arrive_in_block(free, threadIdx.x);
   }
-  if (turn > 0) wait(joined, (turn - 1) & 1);  // nobody copies any more what leaves with this block
+  if (turn > 0) wait(free, (turn - 1) & 1);  // nobody copies any more what leaves with this block
 }
