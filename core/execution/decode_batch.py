@@ -171,7 +171,8 @@ class DecodeBatch:
 
     @property
     def filled(self) -> NDArray[np.intp]:
-        """The rows of those that may have a page to be published once the step behind this one is under way."""
+        """The rows of those that may have a page to be published once the step behind this one is under way: with this
+        step ``starts + 1`` tokens are computed, with that one another."""
         return np.flatnonzero(self.starts + 2 >= self.fills)
 
     @property
