@@ -100,7 +100,7 @@ def _halves(node: Node) -> list[Node] | None:
         taken_from, wanted = users, [0, 1]
         users = list(users[0].users)
     found = [user for part in wanted for user in users if user.target is operator.getitem and user.args[1] == part]
-    return [*found, *taken_from] if len(found) == len(users) == 2 else None
+    return [*found, *taken_from] if len(users) == 2 and [half.args[1] for half in found] == wanted else None
 
 
 def _is_chunk(node: Node) -> bool:

@@ -164,6 +164,19 @@ def other_part(graph, parts):
     return parts
 
 
+def same_part(of):
+    def change(graph, parts):
+        for part in (parts[1], parts[3]):
+            part.args = parts[of].args
+        return parts
+
+    return change
+
+
+def same_chunk(graph, parts):
+    return same_part(1)(graph, chunked(dim=-1)(graph, parts))
+
+
 def whole(graph, parts):
     for part in (parts[1], parts[3]):
         part.args = (parts[0], None)
@@ -194,9 +207,10 @@ def itself(graph, parts):
      (wanted_twice(3), {}), (written, {}), (itself, {}), (lambda g, p: p, {"act": torch.sigmoid}),
      (chunked(dim=0), {}), (chunked(3, dim=-1), {}), (chunked(), {}), (lambda g, p: p, {"act": F.gelu}),
      (lambda g, p: p, {"inplace": True}), (lambda g, p: p, {"width": 7}),
-     (whole, {"width": 7})],
+     (whole, {"width": 7}), (same_part(1), {}), (same_part(3), {}), (same_chunk, {})],
     ids=["second half", "other part", "both", "gates", "opened", "passed", "written", "itself", "sigmoid",
-         "rows", "thirds", "rows by default", "erf", "in place", "odd", "odd, with an axis more"],
+         "rows", "thirds", "rows by default", "erf", "in place", "odd", "odd, with an axis more",
+         "first half twice", "second half twice", "chunk twice"],
 )  # fmt: skip
 def test_what_is_no_gated_product(change, named):
     assert GATED not in gate_graph(change, **named)[1]
