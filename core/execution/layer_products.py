@@ -53,7 +53,10 @@ def _is_linear(node: Node) -> bool:
         return False
     weight, biased = node.args[1], len(node.args) > 2 and node.args[2] is not None
     # A weight that the graph computes may still be under way when a product begins to read it.
-    return isinstance(weight, Node) and weight.op in ("placeholder", "get_attr") and not biased
+    if biased or not isinstance(weight, Node) or weight.op not in ("placeholder", "get_attr"):
+        return False
+    example = weight.meta.get("example_value")
+    return example is None or example.ndim == 2
 
 
 def _residual(node: Node) -> tuple[Node | None, Node | None]:

@@ -94,6 +94,21 @@ def test_it_computes_the_same():
     assert torch.equal(module(x, w, o), o + (o + x @ w.T) @ w.T)
 
 
+def test_a_weight_of_one_axis_is_left():
+    """Its product has an axis less."""
+
+    def with_axes(*sizes):
+        graph = torch.fx.Graph()
+        x, weight = graph.placeholder("x"), graph.placeholder("weight")
+        weight.meta["example_value"] = torch.empty(sizes)
+        graph.output(graph.call_function(torch._C._nn.linear, (x, weight, None)))
+        module = with_products(torch.fx.GraphModule({}, graph))
+        return [node.target for node in module.graph.nodes if node.op == "call_function"]
+
+    assert with_axes(4) == [torch._C._nn.linear]
+    assert with_axes(4, 4) == [torch.ops.octavo.product]
+
+
 def gate_graph(change=lambda graph, parts: parts, act=F.silu, width=8, **given):
     """Gate and up as one Linear layer of ``width`` outputs, the activation of its first half times the second;
     ``change`` does something to (both, gates, opened, passed, product)."""
