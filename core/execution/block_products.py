@@ -15,10 +15,10 @@ import operator
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.nn.functional import silu
 
+from octavo.core.execution.graph_nodes import kind, replace
 from octavo.core.execution.graph_writes import writes
 from octavo.kernels.cpu import blocks  # noqa: F401, which makes the ops
 
@@ -32,7 +32,7 @@ def with_block_products(module: GraphModule) -> GraphModule:
         return module
     for node in list(graph.nodes):
         if node.op == "call_function" and node.target is operator.mul:
-            _gate(graph, node)
+            _gate(node)
         elif node.op == "call_function" and node.target is operator.add:
             _add(graph, node)
     _join(graph)
@@ -41,14 +41,14 @@ def with_block_products(module: GraphModule) -> GraphModule:
     return module
 
 
-def _gate(graph: Graph, product: Any) -> None:
+def _gate(product: Any) -> None:
     """Let ``product`` be one op, if it is of a gate and what goes through."""
     for activated, up in (product.args, reversed(product.args)):
         gate = _activated(activated)
         if gate is None or not _is_product(up) or not _alone(activated, gate, up):
             continue
         if _source(gate) is _source(up) and gate.args[2] == up.args[2]:
-            _replace(graph, product, _ops.linear_blocks_gated, (up.args[0], gate.args[1], up.args[1], up.args[2]))
+            replace(product, _ops.linear_blocks_gated, (up.args[0], gate.args[1], up.args[1], up.args[2]))
             return
 
 
@@ -57,10 +57,10 @@ def _add(graph: Graph, total: Any) -> None:
     for product, added in (total.args, reversed(total.args)):
         if not _is_product(product) or not _alone(product) or added is product:
             continue
-        if isinstance(added, Node) and _kind(added) == _kind(product):
+        if isinstance(added, Node) and kind(added) == kind(product):
             with graph.inserting_before(total):
                 added = graph.call_method("contiguous", (added,))
-            _replace(graph, total, _ops.linear_blocks_added, (*product.args, added))
+            replace(total, _ops.linear_blocks_added, (*product.args, added))
             return
 
 
@@ -84,13 +84,6 @@ def _join(graph: Graph) -> None:
                 product.replace_all_uses_with(part)
 
 
-def _replace(graph: Graph, node: Node, op: Any, args: tuple[Any, ...]) -> None:
-    with graph.inserting_before(node):
-        made = graph.call_function(op, args)
-        made.meta.update(node.meta)
-    node.replace_all_uses_with(made)
-
-
 def _is_product(node: Any) -> bool:
     return isinstance(node, Node) and node.target is _ops.linear_blocks
 
@@ -111,8 +104,3 @@ def _source(product: Any) -> Any:
 def _alone(*nodes: Any) -> bool:
     """Whether nobody else wants any of them."""
     return all(len(node.users) == 1 for node in nodes)
-
-
-def _kind(node: Node) -> Any:
-    example = node.meta.get("example_value")
-    return (example.dtype, tuple(example.shape)) if isinstance(example, Tensor) else node

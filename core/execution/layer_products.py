@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
+from octavo.core.execution.graph_nodes import kind, replace
 from octavo.core.execution.graph_writes import written_between
 from octavo.kernels.products.product import product  # noqa: F401, which makes the op
 
@@ -26,26 +27,17 @@ def with_products(module: GraphModule) -> GraphModule:
         gate = _gate(node)
         if gate is not None:
             activation, halves, last = gate
-            _replace(last, torch.ops.octavo.gated_product, (x, weight, activation))
+            replace(last, torch.ops.octavo.gated_product, (x, weight, activation))
             for unused in (*halves, node):
                 graph.erase_node(unused)
             continue
         residual, total = _residual(node)
         last = node if total is None else total
-        _replace(last, torch.ops.octavo.product, (x, weight, residual))
+        replace(last, torch.ops.octavo.product, (x, weight, residual))
         if total is not None:
             graph.erase_node(node)
     module.recompile()
     return module
-
-
-def _replace(node: Node, op: Any, args: tuple[Any, ...]) -> None:
-    """Let an op give what ``node`` gave."""
-    with node.graph.inserting_before(node):
-        made = node.graph.call_function(op, args)
-        made.meta.update(node.meta)
-    node.replace_all_uses_with(made)
-    node.graph.erase_node(node)
 
 
 def _is_linear(node: Node) -> bool:
@@ -67,7 +59,7 @@ def _residual(node: Node) -> tuple[Node | None, Node | None]:
     if total.target is not operator.add:
         return None, None
     others: list[Any] = [arg for arg in total.args if arg is not node]
-    if len(others) != 1 or not isinstance(others[0], Node) or _kind(others[0]) != _kind(node):
+    if len(others) != 1 or not isinstance(others[0], Node) or kind(others[0]) != kind(node):
         return None, None
     if written_between(node, total):  # to what is multiplied, maybe, or to the product
         return None, None
@@ -119,8 +111,3 @@ def _activation(node: Node) -> str | None:
     if node.target is F.silu and not given:
         return "silu"
     return "gelu_tanh" if node.target is F.gelu and given == {"approximate": "tanh"} else None
-
-
-def _kind(node: Node) -> Any:
-    example = node.meta.get("example_value")
-    return node if example is None else (example.dtype, tuple(example.shape))
