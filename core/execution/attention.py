@@ -32,7 +32,6 @@ from octavo.core.memory.layer_groups import LayerPlan
 from octavo.kernels import ops, zero_copy
 from octavo.kernels.cpu import decode_op
 from octavo.kernels.cpu.decode_calls import DecodeCalls
-from octavo.kernels.products.product import MOST_ROWS
 from octavo.kernels.zero_copy import VirtualRows
 
 
@@ -216,11 +215,6 @@ class PagedStep:
     def turns(self) -> bool:
         """Whether a layer may leave RoPE to ``attend_turning``."""
         return self._plain and self.backend != "cpu"
-
-    @property
-    def few(self) -> bool:
-        """Whether it has so few tokens that launches count."""
-        return self.slots.shape[1] <= MOST_ROWS and self.backend != "cpu"
 
     def attend_turning(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, traits: LayerTraits

@@ -9,10 +9,9 @@ that is being served which layer that is (they come in order), which tables, whi
                                            |
                              the PagedStep of this forward pass
 
-On a GPU there are three versions of that code, and the step says which it wants: one for any number of tokens; one for
-few, in which kernels are short, so that products add the residual or gate (``layer_products.py``) and every kernel is
-launched while the one before it runs; and the same without RoPE (``turning.py``), for steps that turn queries and keys
-themselves.
+On a GPU products add the residual or gate (``layer_products.py``), every kernel is launched while the one before it
+runs, and there are two versions of that code, of which the step says which it wants: the second is without RoPE
+(``turning.py``), for steps that turn queries and keys themselves.
 """
 
 from __future__ import annotations
@@ -49,11 +48,6 @@ class TurningStep(AttentionStep, Protocol):
         """Whether it does."""
         ...
 
-    @property
-    def few(self) -> bool:
-        """Whether it has so few tokens that launches count."""
-        ...
-
     def attend_turning(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, traits: LayerTraits
     ) -> Tensor:
@@ -61,11 +55,11 @@ class TurningStep(AttentionStep, Protocol):
         ...
 
 
-ANY_ROWS, FEW_ROWS, UNTURNED = range(3)
+TURNED, UNTURNED = range(2)
 """Versions of a layer's code."""
 
 _step: AttentionStep | None = None
-_version = ANY_ROWS
+_version = TURNED
 _layer = 0
 
 
@@ -86,9 +80,7 @@ def _serving(step: AttentionStep, on_cpu: bool) -> Iterator[None]:
 
 
 def _version_for(step: AttentionStep) -> int:
-    if not isinstance(step, TurningStep):
-        return ANY_ROWS
-    return UNTURNED if step.turns else FEW_ROWS if step.few else ANY_ROWS
+    return UNTURNED if isinstance(step, TurningStep) and step.turns else TURNED
 
 
 def _attend_layer(
@@ -141,7 +133,7 @@ def attend_in_step(q: Tensor, k: Tensor, v: Tensor, traits: LayerTraits) -> Tens
     return out
 
 
-def _options_for_few_rows() -> dict[str, Any]:
+def _options() -> dict[str, Any]:
     """For torch's compiler: programmatic dependent launch (since Hopper), where that torch has it."""
     from torch._inductor import config
 
@@ -149,15 +141,12 @@ def _options_for_few_rows() -> dict[str, Any]:
 
 
 def versions(graph: GraphModule, examples: list[Any]) -> Callable[..., Any]:
-    """A backend of ``torch.compile``: inductor, with all versions of a layer's code."""
-    options = _options_for_few_rows()
-    few = with_products(GraphModule(graph, copy.deepcopy(graph.graph)))
-    unturned = without_turn(few, torch.ops.octavo.attend_in_step, torch.ops.octavo.attend_turning_in_step)
-    codes: dict[int, Callable[..., Any]] = {
-        ANY_ROWS: torch._inductor.compile(graph, examples),
-        FEW_ROWS: torch._inductor.compile(few, examples, options=options),
-    }
-    codes[UNTURNED] = codes[FEW_ROWS]
+    """A backend of ``torch.compile``: inductor, with both versions of a layer's code."""
+    options = _options()
+    turned = with_products(GraphModule(graph, copy.deepcopy(graph.graph)))
+    unturned = without_turn(turned, torch.ops.octavo.attend_in_step, torch.ops.octavo.attend_turning_in_step)
+    codes: dict[int, Callable[..., Any]] = {TURNED: torch._inductor.compile(turned, examples, options=options)}
+    codes[UNTURNED] = codes[TURNED]
     if unturned is not None:
         codes[UNTURNED] = torch._inductor.compile(unturned, examples, options=options)
     return lambda *inputs: codes[_version](*inputs)

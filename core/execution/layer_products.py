@@ -1,5 +1,5 @@
-"""A layer's graph with its Linear layers as ``octavo::product``: for steps of few rows, in which that may choose how it
-multiplies, and adds the residual or gates on the way (``kernels/products/product.py``)."""
+"""A layer's graph with its Linear layers as ``octavo::product``, which may choose how it multiplies, and adds the
+residual or gates on the way (``kernels/products/product.py``)."""
 
 from __future__ import annotations
 

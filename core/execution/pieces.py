@@ -30,6 +30,7 @@ from octavo.core.hf_model import HFModel
 from octavo.core.interfaces import LayerTraits
 from octavo.core.memory.layer_groups import LayerPlan
 from octavo.kernels import ops
+from octavo.kernels.products.product import choosing
 
 PADDED = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 1280, 1536)
 """Numbers of tokens that are captured. Beyond, the device takes longer than the host (8B shape, one H200)."""
@@ -44,7 +45,7 @@ class _Captured:
 class PiecewisePass:
     """Runs a model on steps of up to ``PADDED[-1]`` tokens of which up to ``most_rows`` want logits.
 
-    A number of tokens is captured after the first step that pads to it.
+    A number of tokens is captured after the first step that pads to it, and after its products have been chosen.
     """
 
     def __init__(self, model: HFModel, kv: Tensor, plan: LayerPlan, backend: str, most_rows: int) -> None:
@@ -68,7 +69,8 @@ class PiecewisePass:
             self._fill(tokens, padded, input_ids, position_ids, rows, step)
             captured = self._captured.get(padded)
             if captured is None:
-                self._pass(padded, _Through(self, padded, tokens, step))
+                with choosing():
+                    self._pass(padded, _Through(self, padded, tokens, step))
                 if self._kv.device.type == "cuda":
                     self._captured[padded] = self._capture(padded)
             else:

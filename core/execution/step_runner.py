@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from itertools import groupby
 
@@ -50,6 +50,7 @@ from octavo.core.scheduler import Scheduler
 from octavo.core.sequence import Sequence
 from octavo.core.step_plan import Chunk, StepPlan
 from octavo.core.uploads import upload
+from octavo.kernels.products.product import choosing
 from octavo.kernels.zero_copy import VirtualRows
 
 
@@ -168,7 +169,9 @@ class StepRunner:
             elif self._pieces is not None and embedded is None and self._pieces.serves(len(ids), len(rows)):
                 logits = self._pieces.forward(*inputs)
             else:
-                logits = self._model.forward(*inputs, embedded)
+                # Most steps with many prompts have as many tokens as they may.
+                with choosing() if len(ids) == self._step_tokens else nullcontext():
+                    logits = self._model.forward(*inputs, embedded)
         except BaseException:
             self._forget_frames(chunks)
             raise

@@ -44,6 +44,7 @@ INLINE void wait_for_earlier_kernels() { asm volatile("griddepcontrol.wait;" :::
 INLINE void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 #define READ_ONCE 0x12F0000000000000ull  // leaves the L2 first
+#define READ_AGAIN 0x1000000000000000ull
 #define READ_OFTEN 0x14F0000000000000ull
 
 // Numbers of the pool's and the weights' type, two in a register, the first in its low half.

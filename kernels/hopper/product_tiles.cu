@@ -21,6 +21,7 @@
 // together), SPLIT, HALVES (instructions that outputs take), ROOM (bytes of rings and sums), GATE (0, or which), BF16.
 // multiply() is generated (wgmma.py).
 
+#include "gates.h"
 #include "products.h"
 
 #define TOKENS (64 * GROUPS)
@@ -36,16 +37,6 @@
 #define X_STAGE (WIDE * X_BYTES)
 #define SUMS (OUTPUTS / 2 / HALVES)           // of a thread, for an instruction
 #define PITCH ((OUTPUTS + 23) / 32 * 32 + 8)  // of a token's sums: pairs of a half warp go to different banks
-
-enum { NO_GATE, SILU, GELU_TANH };
-
-INLINE float rounded(float x) { return widen(static_cast<u16>(narrow(x, 0) & 0xffff)); }
-
-INLINE float gated(float gate, float passed) {  // rounded as the model does
-  gate = rounded(gate);
-  float inner = GATE == SILU ? gate : 1.5957691216f * (gate + 0.044715f * gate * gate * gate);  // 2 sqrt(2 / pi)
-  return rounded(__fdividef(gate, 1 + __expf(-inner))) * rounded(passed);
-}
 
 INLINE float4 gated(float4 gate, float4 passed) {
   return make_float4(gated(gate.x, passed.x), gated(gate.y, passed.y), gated(gate.z, passed.z), gated(gate.w, passed.w));

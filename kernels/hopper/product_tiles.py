@@ -9,13 +9,11 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from octavo.kernels.hopper import gates
 from octavo.kernels.hopper.compiler import BLOCK_BYTES, Kernel, clusters, compiled, tensor_map, usable
 from octavo.kernels.hopper.wgmma import multiplication
 
 MOST_ROWS = 256
-
-GATES = ("silu", "gelu_tanh")
-"""Activations, by the numbers that the kernel gives them, from 1 on."""
 
 _MOST_OUTPUTS = {1: 256, 2: 256, 3: 224, 4: 160}
 """Of a tile, by groups of 64 rows: sums are held in registers."""
@@ -164,7 +162,7 @@ def _code(bf16: bool, groups: int, tile: int, tiling: Tiling, gate: str) -> byte
         "SPLIT": tiling.split,
         "HALVES": halves,
         "ROOM": memory.room,
-        "GATE": 1 + GATES.index(gate) if gate else 0,
+        "GATE": gates.number(gate),
         "BF16": bf16,
     }
     return compiled("product_tiles", macros, multiplication(tile // halves, bf16))

@@ -7,6 +7,8 @@ interface are those of NVIDIA's cuBLAS documentation, chapter "Using the cuBLASL
 from __future__ import annotations
 
 import ctypes
+import weakref
+from collections.abc import Iterable
 from ctypes import byref, c_float, c_int, c_int32, c_int64, c_size_t, c_uint64, c_void_p
 from dataclasses import dataclass
 from functools import cache
@@ -114,6 +116,7 @@ class Product:
         self._weight = _layout(self._lib, kind, shape.inputs, shape.outputs)
         self._x = _layout(self._lib, kind, shape.inputs, shape.rows)
         self._out = _layout(self._lib, kind, shape.outputs, shape.rows)
+        weakref.finalize(self, _destroy, self._lib, self._description, (self._weight, self._x, self._out))
 
     def proposals(self) -> list[bytes]:
         """Algorithms that can run, the library's favourite first; they hold for this version of the library.
@@ -166,3 +169,9 @@ def _layout(lib: Any, kind: int, rows: int, columns: int) -> c_void_p:
         "cublasLtMatrixLayoutCreate",
     )
     return layout
+
+
+def _destroy(lib: Any, description: c_void_p, layouts: Iterable[c_void_p]) -> None:
+    lib.cublasLtMatmulDescDestroy(description)
+    for layout in layouts:
+        lib.cublasLtMatrixLayoutDestroy(layout)

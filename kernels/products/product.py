@@ -1,19 +1,21 @@
-"""``octavo::product``: a Linear layer of few rows, and the residual behind it, by an algorithm that was measured.
+"""``octavo::product``: a Linear layer, and the residual behind it, by an algorithm that was measured.
 
 cuBLASLt proposes eight or so algorithms for a product and torch takes the first. At 64 to 192 rows another one is up to
-10 % faster; on Hopper, octavo has two kernels of its own (``hopper/product_streams.py`` and ``product_tiles.py``), each
-in several ways of sharing out the work. All of them add a residual for nothing, where an addition of its own costs a
-launch, and tiles gate, too: ``octavo::gated_product`` is gate, up and the activation of an MLP. Which one is the
-fastest depends on the card, so it is tried: within ``choosing()`` every call notes what it multiplies, and at the end
-of the block each shape that is new is timed over several weights, one after the other, as a step will run them::
+10 % faster; on Hopper, octavo has three kernels of its own (``hopper/product_streams.py``, ``product_tiles.py`` and
+``product_waves.py``), in several ways of sharing out the work. All of them add a residual for nothing, where an
+addition of its own costs a launch and two more passes over memory, and tiles and waves gate, too:
+``octavo::gated_product`` is gate, up and the activation of an MLP. Which one is the fastest depends on the card, so it
+is tried: within ``choosing()`` every call notes what it multiplies, and at the end of the block each shape that is new
+is timed over several weights, one after the other, as a step will run them::
 
     choosing():   product(x, w of layer 0, r)  product(x, w of layer 1, r) ...     noted, and computed by torch
     at its end:   algorithm 0: [w0 w1 w2 ...] algorithm 1: [w0 w1 w2 ...] ...      timed, as CUDA graphs
     later:        product(x, w, r)                                                 the fastest
 
 The choice is kept on disk (``cache_dir``), for the sums of another algorithm are rounded otherwise: a process that
-chooses anew might answer otherwise, too. Whatever nobody has chosen for (more rows, other types, a CPU) is torch's own
-product.
+chooses anew might answer otherwise, too. Numbers of rows that are met once, as those of the last step of a prompt, are
+not tried: up to ``MOST_ROWS`` they are torch's own products, beyond they add and gate on the way all the same. Other
+types, and a CPU, have torch's own.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from hashlib import sha256
 from pathlib import Path
 from statistics import median
@@ -38,6 +40,7 @@ from torch import Tensor
 from octavo.kernels.cache_dir import cache_dir, put
 from octavo.kernels.hopper import product_streams as streams
 from octavo.kernels.hopper import product_tiles as tiles
+from octavo.kernels.hopper import product_waves as waves
 from octavo.kernels.hopper.compiler import HERE, usable
 from octavo.kernels.products import cublaslt
 from octavo.kernels.products.cublaslt import Product, Shape
@@ -46,7 +49,10 @@ from octavo.kernels.triton.settings import chip
 log = logging.getLogger(__name__)
 
 MOST_ROWS = 512
-"""Beyond, torch's own choice is as good."""
+"""Beyond, a product takes so long that cards get to the limit of their power."""
+
+SUSTAINED_S = 0.02
+"""That a product of more rows is run for before it is timed, and while it is."""
 
 TRIED_BYTES = 160 << 20
 """Of weights that a time is taken over: twice the L2 of the largest cards and more, as in a step, where none is found
@@ -121,21 +127,29 @@ def _product_then_gate(gate: str, x: Tensor, weight: Tensor, residual: None, out
 
 
 def _by_choice(x: Tensor, weight: Tensor, residual: Tensor | None, gate: str = "") -> Tensor | None:
-    """The product as it was chosen; None, and noted within ``choosing()``, if nobody has chosen."""
+    """The product as it was chosen, or is computed where nobody has; None where that is torch's. Within ``choosing()``
+    it is noted, if nobody has chosen."""
     key = _key(x, weight, residual, gate)
     if key is None:
         return None
     run = _chosen.get(key)
-    if run is not None:
-        out = x.new_empty((*x.shape[:-1], key[1].given))
-        run(x, weight, residual, out)
-        return out
+    if run is None:
+        _note(key, (x, weight, residual))
+        run = _untried(*key)
+    if run is None:
+        return None
+    out = x.new_empty((*x.shape[:-1], key[1].given))
+    run(x, weight, residual, out)
+    return out
+
+
+def _note(key: tuple[int, Shape], call: Call) -> None:
     noted = _noted.get()
     if noted is not None:
-        calls = noted.setdefault(key, [])
-        if len(calls) < MOST_TRIED and len(calls) * weight.nbytes < TRIED_BYTES:
-            calls.append((x, weight, residual))
-    return None
+        calls, weight = noted.setdefault(key, []), call[1]
+        most = MOST_TRIED if key[1].rows <= MOST_ROWS else 1  # of many rows no memory is left for more, nor needed
+        if len(calls) < most and len(calls) * weight.nbytes < TRIED_BYTES:
+            calls.append(call)
 
 
 def _key(x: Tensor, weight: Tensor, residual: Tensor | None, gate: str = "") -> tuple[int, Shape] | None:
@@ -143,12 +157,27 @@ def _key(x: Tensor, weight: Tensor, residual: Tensor | None, gate: str = "") -> 
     rows = x.shape[:-1].numel()
     if residual is not None and residual.shape != (*x.shape[:-1], weight.shape[0]):
         return None
-    if x.device.type != "cuda" or x.dtype not in cublaslt.DTYPES or not 0 < rows <= MOST_ROWS:
+    if x.device.type != "cuda" or x.dtype not in cublaslt.DTYPES or not rows:
         return None
     parts = [x, weight] if residual is None else [x, weight, residual]
     if any(not t.is_contiguous() or t.dtype != x.dtype or t.data_ptr() % cublaslt.ALIGNMENT for t in parts):
         return None
     return x.device.index, Shape(rows, weight.shape[0], weight.shape[1], x.dtype, residual is not None, gate)
+
+
+@lru_cache(maxsize=256)
+def _untried(device: int, shape: Shape) -> Run | None:
+    """What multiplies many rows that nothing was chosen for, if not torch: what adds or gates on the way."""
+    if shape.rows <= MOST_ROWS:
+        return None
+    if shape.gate:
+        serves = waves.serves(torch.device("cuda", device), shape.rows, shape.outputs, shape.inputs, shape.gate)
+        return partial(waves.run, shape.gate) if serves else None
+    if shape.adds:
+        with suppress(OSError, RuntimeError):  # no cuBLASLt, or nothing that it proposes
+            made = Product(shape, device)
+            return partial(made.run, made.proposals()[0])
+    return None
 
 
 @contextmanager
@@ -161,11 +190,12 @@ def choosing() -> Iterator[None]:
         yield
     finally:
         _noted.reset(before)
-    for key, calls in sorted(noted.items(), key=lambda item: item[0][1].gate):  # those with a gate may use the others
-        try:
-            _chosen[key] = _choose(key, calls)
-        except RuntimeError as error:
-            log.info("%s: torch's own product (%s)", key[1], error)
+    with torch.inference_mode():
+        for key, calls in sorted(noted.items(), key=lambda item: item[0][1].gate):  # a gate may come behind the others
+            try:
+                _chosen[key] = _choose(key, calls)
+            except RuntimeError as error:
+                log.info("%s: nothing is chosen (%s)", key[1], error)
 
 
 def _choose(key: tuple[int, Shape], calls: list[Call]) -> Run:
@@ -182,9 +212,10 @@ def _choose(key: tuple[int, Shape], calls: list[Call]) -> Run:
             run(*calls[0], out)  # a kernel cannot be loaded while a graph is captured, which comes next
             return run
     _prepare(proposals, calls[0])
+    sustained = SUSTAINED_S if shape.rows > MOST_ROWS else 0.0
     for proposal, proposed in proposals.items():
         try:
-            seconds = _seconds(lambda run=proposed.run: [run(*call, out) for call in calls])
+            seconds = _seconds(lambda run=proposed.run: [run(*call, out) for call in calls], sustained)
         except RuntimeError as error:
             log.info("%s: %s is refused (%s)", name, proposal, error)
             continue
@@ -223,26 +254,36 @@ def _proposals(device: int, shape: Shape) -> dict[str, Proposal]:
     for tiling in tiles.tilings(card, *sizes, gate):
         run, prepare = partial(tiles.run, tiling, gate), partial(tiles.prepare, tiling, gate)
         found[f"hopper: {tiling}"] = Proposal(run, prepare)
+    if waves.serves(card, *sizes, gate):
+        found["hopper: waves"] = Proposal(partial(waves.run, gate), partial(waves.prepare, gate))
     return found
 
 
-def _seconds(run: Callable[[], object]) -> float:
-    """Time of one replay."""
+def _seconds(run: Callable[[], object], sustained: float = 0.0) -> float:
+    """Time of one replay: the median of a few, or of those that take ``sustained`` seconds the mean, behind as many."""
     run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         run()
     graph.replay()
-    times = []
-    for _ in range(5):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
+    seconds = median(_replayed(graph, 1) for _ in range(5))
+    if sustained:
+        often = 1 + int(sustained / seconds)
+        _replayed(graph, often)
+        seconds = _replayed(graph, often)
+    return seconds
+
+
+def _replayed(graph: torch.cuda.CUDAGraph, often: int) -> float:
+    """Seconds of one replay among so many."""
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    for _ in range(often):
         graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(1e-3 * begin.elapsed_time(end))
-    return median(times)
+    end.record()
+    end.synchronize()
+    return 1e-3 * begin.elapsed_time(end) / often
 
 
 def _file(device: int) -> Path:

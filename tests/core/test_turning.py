@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from octavo.core import Engine, EngineConfig, SamplingParams
-from octavo.core.execution import attention, compiled
+from octavo.core.execution import compiled
 from octavo.core.execution.attention import PagedStep
 from octavo.core.execution.turning import without_turn
 from octavo.core.hf_model import HFModel
@@ -20,11 +20,10 @@ OTHERS = {"glm": False, "gpt_neox": False, "cohere2": False, "opt": False}  # pa
 @pytest.fixture
 def versions(monkeypatch):
     """How many calls went to which version of the code. It is run as it was traced, for speed."""
-    calls = {"turned": 0, "few": 0, "unturned": 0}
+    calls = {"turned": 0, "unturned": 0}
 
     def traced(graph, examples, options=None):
-        few = "turned" if options is None else "few"
-        kind = "unturned" if "attend_turning_in_step" in graph.code else few
+        kind = "unturned" if "attend_turning_in_step" in graph.code else "turned"
 
         def run(*inputs):
             calls[kind] += 1
@@ -57,7 +56,7 @@ def test_same_tokens(name, versions):
         pytest.skip(refusal(name))
     model = build(name)
     assert tokens_of(model, "compiled") == tokens_of(model, "eager")
-    assert versions["few"] > 0, "prompts are turned in compiled code"
+    assert versions["turned"] > 0, "prompts are turned in compiled code"
     assert (versions["unturned"] > 0) == {**WHOLE_HEADS, **OTHERS}[name]
 
 
@@ -65,20 +64,13 @@ def test_a_step_with_more_than_plain_decodes_turns_nothing(versions):
     model = build("llama")
     fields = {"step_tokens": 5}  # prompts come in chunks beside decodes
     assert tokens_of(model, "compiled", **fields) == tokens_of(model, "eager", **fields)
-    assert versions["few"] > 0 and versions["unturned"] > 0
-
-
-def test_long_prompts_have_code_of_their_own(versions, monkeypatch):
-    monkeypatch.setattr(attention, "MOST_ROWS", 8)
-    model = build("llama")
-    assert tokens_of(model, "compiled") == tokens_of(model, "eager")
     assert versions["turned"] > 0 and versions["unturned"] > 0
 
 
 def test_on_a_cpu_nothing_is_left_to_the_step(versions):
     model = build("llama")
     assert tokens_of(model, "compiled", "cpu") == tokens_of(model, "eager", "cpu")
-    assert versions["turned"] > 0 and versions["few"] == versions["unturned"] == 0
+    assert versions["turned"] > 0 and versions["unturned"] == 0
 
 
 @pytest.mark.gpu

@@ -36,7 +36,7 @@ from test_select import ScoreCase, TopkCase, boxes, ranked
 from test_step import State
 
 from octavo.kernels import ops
-from octavo.kernels.hopper import product_streams, product_tiles
+from octavo.kernels.hopper import product_streams, product_tiles, product_waves
 from octavo.kernels.layout import pool_shape
 from octavo.kernels.products.product import ACTIVATIONS, gated_product
 
@@ -287,6 +287,16 @@ def product(device: str) -> None:
         if gate:
             got = gated_product(x, weight, gate)  # in two launches, as nobody has chosen
             assert (got.double() - want).norm() <= SLACK[DTYPE] * want.norm(), gate
+
+
+    for rows, gate, adds in ((130, "", True), (600, "silu", False), (300, "", False), (700, "gelu_tanh", False)):
+        x, weight = torch.randn(rows, 328).to(device, DTYPE), (torch.randn(208, 328) / 18).to(device, DTYPE)
+        residual = torch.randn(rows, 208).to(device, DTYPE) if adds else None
+        want = gated(x.double() @ weight.double().T, gate) + (0 if residual is None else residual.double())
+        if product_waves.serves(x.device, rows, 208, 328, gate):
+            out = torch.empty_like(want, dtype=DTYPE)
+            product_waves.run(gate, x, weight, residual, out)
+            assert (out.double() - want).norm() <= SLACK[DTYPE] * want.norm(), f"waves, {rows}, {gate}"
 
 
 def gated(both: Tensor, gate: str) -> Tensor:

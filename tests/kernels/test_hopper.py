@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from octavo.kernels import ops
-from octavo.kernels.hopper import compiler, decode, product_streams, product_tiles
+from octavo.kernels.hopper import compiler, decode, gates, product_streams, product_tiles, product_waves
 from octavo.kernels.layout import ID_SHIFT, VALID_MASK, pack_entries
 from octavo.kernels.products import product as products
 from octavo.kernels.products.cublaslt import Shape
@@ -46,7 +46,7 @@ def test_streams_compile(way, rows):
     assert product_streams._code(True, product_streams._padded(rows), way)
 
 
-@pytest.mark.parametrize("gate", ["", *product_tiles.GATES])
+@pytest.mark.parametrize("gate", ["", *gates.GATES])
 @pytest.mark.parametrize(("outputs", "at_once"), [(28_672, 132), (6144, 66), (40, 132), (40_000, 30)])
 @pytest.mark.parametrize("rows", [1, 128, 192, 256])
 def test_tiles_compile(rows, outputs, at_once, gate):
@@ -56,6 +56,39 @@ def test_tiles_compile(rows, outputs, at_once, gate):
     fitting = [tiling for tiling in product_tiles.TILINGS if product_tiles._memory(groups, tile, tiling)]
     for tiling in {fitting[0], fitting[-1]}:
         assert product_tiles._code(True, groups, tile, tiling, gate)
+
+
+@pytest.mark.parametrize("gate", ["", *gates.GATES])
+@pytest.mark.parametrize("outputs", [32, 96, 224, 256])
+def test_waves_compile(outputs, gate):
+    assert product_waves._code(True, outputs, gate)
+
+
+@pytest.mark.parametrize(
+    ("rows", "outputs", "gate", "want"),
+    [
+        (8192, 28_672, "silu", (256, 128, 66)),
+        (1024, 6144, "", (192, 128, 66)),  # 128 tiles in two waves, where 96 of 256 take two as well
+        (256, 28_672, "silu", (224, 128, 66)),
+        (248, 4096, "", (64, 124, 64)),
+        (300, 8, "", (16, 75, 2)),
+        (8193, 6144, "", (256, 125, 66)),
+    ],
+)
+def test_waves_are_full(rows, outputs, gate, want, monkeypatch):
+    monkeypatch.setattr(product_waves, "clusters", lambda device, blocks: 66)
+    found = product_waves._layout.__wrapped__(torch.device("cuda"), rows, outputs, gate)
+    assert (found.outputs, found.box, found.clusters) == want
+
+
+def test_waves_fit(monkeypatch):
+    for outputs, gate in combinations(range(16, 257, 16), ("", "silu")):
+        if gate and outputs % 32:
+            continue
+        stages = product_waves._stages(outputs, gate)
+        written = product_waves._written_bytes(outputs, gate)
+        assert 4 <= stages <= 8 and written % 16 == 0
+        assert stages * product_waves._stage_bytes(outputs) + written <= compiler.BLOCK_BYTES
 
 
 def test_tiles_take_all_outputs_in_the_fewest_waves():
@@ -204,21 +237,21 @@ def test_every_way_gives_the_product(dtype, adds, outputs, inputs):
 @pytest.mark.gpu
 @hopper
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("kind", ["alone", "adds", *product_tiles.GATES])
+@pytest.mark.parametrize("kind", ["alone", "adds", *gates.GATES])
 @pytest.mark.parametrize(
     ("outputs", "inputs"), [(6144, 4096), (4096, 14336), (200, 328), (8, 8), (136, 72), (40_000, 520), (28_672, 1024)]
 )
 def test_every_tiling_gives_the_product(dtype, kind, outputs, inputs):
     """Padding is neither read nor written, and sums do not depend on what runs beside them."""
     torch.manual_seed(0)
-    gate = kind if kind in product_tiles.GATES else ""
+    gate = kind if kind in gates.GATES else ""
     for rows in (1, 7, 33, 64, 65, 100, 128, 129, 192, 205, 250, 256):
         x = torch.randn(rows, inputs, device="cuda", dtype=dtype)
         weight = torch.randn(outputs, inputs, device="cuda", dtype=dtype) / inputs**0.5
         want, residual = x.double() @ weight.double().T, None
         if gate:
-            gates, passed = want.chunk(2, -1)
-            want = products.ACTIVATIONS[gate](gates) * passed
+            opened, passed = want.chunk(2, -1)
+            want = products.ACTIVATIONS[gate](opened) * passed
         if kind == "adds":
             residual = torch.randn(rows, outputs, device="cuda", dtype=dtype)
             want += residual
@@ -237,13 +270,46 @@ def test_every_tiling_gives_the_product(dtype, kind, outputs, inputs):
 
 @pytest.mark.gpu
 @hopper
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", ["alone", "adds", *gates.GATES])
+@pytest.mark.parametrize(
+    ("outputs", "inputs"), [(6144, 4096), (4096, 1032), (208, 328), (16, 8), (272, 40), (40_000, 520), (28_672, 1024)]
+)
+def test_waves_give_the_product(dtype, kind, outputs, inputs):
+    """Padding is neither read nor written, and sums do not depend on what runs beside them."""
+    torch.manual_seed(0)
+    gate = kind if kind in gates.GATES else ""
+    weight = torch.randn(outputs, inputs, device="cuda", dtype=dtype) / inputs**0.5
+    for rows in (129, 130, 250, 256, 257, 300, 513, 1000, 2049, 5000):
+        x = torch.randn(rows, inputs, device="cuda", dtype=dtype)
+        want, residual = x.double() @ weight.double().T, None
+        if gate:
+            opened, passed = want.chunk(2, -1)
+            want = products.ACTIVATIONS[gate](opened) * passed
+        if kind == "adds":
+            residual = torch.randn(rows, outputs, device="cuda", dtype=dtype)
+            want += residual
+        assert product_waves.serves(x.device, rows, outputs, inputs, gate)
+        room = torch.full((rows + 2, want.shape[1]), float("nan"), device="cuda", dtype=dtype)
+        product_waves.run(gate, x, weight, residual, room[1:-1])
+        error = (room[1:-1].double() - want).norm() / want.norm()
+        assert error < 6e-3, f"{rows} rows: {error}"
+        assert room[0].isnan().all() and room[-1].isnan().all()
+        again = torch.empty_like(want, dtype=dtype)
+        product_waves.run(gate, x, weight, residual, again)
+        assert torch.equal(again, room[1:-1])
+
+
+@pytest.mark.gpu
+@hopper
 def test_products_in_a_row_wait_for_each_other():
     """Each begins before the one before it has ended, and needs what that writes."""
     torch.manual_seed(0)
     weights = [torch.randn(1024, 1024, device="cuda", dtype=torch.bfloat16) / 32 for _ in range(24)]
-    for rows in (1, 16, 100, 200):
+    for rows in (1, 16, 100, 200, 700):
         x = start = torch.randn(rows, 1024, device="cuda", dtype=torch.bfloat16)
         ways = product_streams.ways(x.device, rows, 1024, 1024) + product_tiles.tilings(x.device, rows, 1024, 1024)
+        ways += ["waves"] if product_waves.serves(x.device, rows, 1024, 1024) else []
         one_by_one = start
         for i, weight in enumerate(weights):
             one_by_one = run(ways[i % len(ways)], one_by_one, weight)
@@ -257,7 +323,9 @@ def test_products_in_a_row_wait_for_each_other():
 
 def run(way, x, weight):
     out = torch.empty(len(x), len(weight), device=x.device, dtype=x.dtype)
-    if isinstance(way, product_streams.Way):
+    if way == "waves":
+        product_waves.run("", x, weight, x, out)
+    elif isinstance(way, product_streams.Way):
         product_streams.run(way, x, weight, x, out)
     else:
         product_tiles.run(way, "", x, weight, x, out)

@@ -1,4 +1,4 @@
-"""Products of few rows: torch's own until an algorithm is chosen, the same numbers with any, and choices that last."""
+"""Products: torch's own until an algorithm is chosen, the same numbers with any, and choices that last."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +18,9 @@ from octavo.kernels.products.product import choosing, gated_product, product
 def nothing_chosen(monkeypatch, tmp_path):
     monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path))
     monkeypatch.setattr(products, "_chosen", {})
+    products._untried.cache_clear()
+    yield
+    products._untried.cache_clear()
 
 
 def inputs(rows=3, outputs=64, width=128, dtype=torch.bfloat16, device="cpu"):
@@ -110,7 +113,7 @@ class TestChoosing:
             assert key(*parts) is None
             return 0, cublaslt.Shape(rows, *parts[1].shape, parts[0].dtype, parts[2] is not None, *parts[3:])
 
-        def seconds(run):
+        def seconds(run, sustained):
             run()
             return FakeProduct.times[FakeProduct.made[-1].ran[-1]]
 
@@ -118,6 +121,7 @@ class TestChoosing:
         monkeypatch.setattr(products, "Product", FakeProduct)
         monkeypatch.setattr(products.streams, "ways", lambda *shape: [])
         monkeypatch.setattr(products.tiles, "tilings", lambda *shape: [])
+        monkeypatch.setattr(products.waves, "serves", lambda *shape: False)
         monkeypatch.setattr(products, "_seconds", seconds)
         monkeypatch.setattr(products, "_file", lambda device: products.cache_dir() / "products.json")
 
@@ -151,7 +155,7 @@ class TestChoosing:
         with choosing():
             product(*inputs())
         monkeypatch.setattr(products, "_chosen", {})
-        monkeypatch.setattr(products, "_seconds", lambda run: pytest.fail("timed again"))
+        monkeypatch.setattr(products, "_seconds", lambda *given: pytest.fail("timed again"))
         with choosing():
             product(*inputs())
         _, algorithm = the_choice()
@@ -222,7 +226,7 @@ class TestChoosing:
         def no_library(shape, device):
             raise OSError("no libcublasLt")
 
-        def seconds(timed):
+        def seconds(timed, sustained):
             ran.clear()
             timed()
             return {"slow": 2.0, "fast": 0.5}[ran[-1]] if ran else 1.0
@@ -256,13 +260,43 @@ class TestChoosing:
         monkeypatch.setattr(products.tiles, "run", run)
         monkeypatch.setattr(products.tiles, "prepare", lambda *given: None)
         times = iter([3.0, 2.99, 1.0, 0.0, 1.0, 2.0, 1.0 if gates else 3.0])
-        monkeypatch.setattr(products, "_seconds", lambda run: (run(), next(times))[1])
+        monkeypatch.setattr(products, "_seconds", lambda run, sustained: (run(), next(times))[1])
         monkeypatch.setattr(FakeProduct, "refused", 9)
         with choosing():
             assert torch.equal(gated_product(x, weight, "silu"), want)
         kept = json.loads(products._file(0).read_text())
         assert len(products._chosen) == 2 and kept.popitem()[1] == names[gates] and len(kept) == 1
         assert torch.equal(gated_product(x, weight, "silu"), torch.full_like(want, 7) if gates else want)
+
+    def test_many_rows_are_timed_for_long_with_one_weight(self, monkeypatch):
+        x, weight, residual = inputs(products.MOST_ROWS + 1)
+        sustained, fake = [], products._seconds
+        monkeypatch.setattr(products, "_seconds", lambda run, long: sustained.append(long) or fake(run, long))
+        monkeypatch.setattr(products.waves, "serves", lambda device, *sizes: True)
+        monkeypatch.setattr(products.waves, "run", lambda gate, x, weight, residual, out: out.fill_(7))
+        monkeypatch.setattr(products.waves, "prepare", lambda *given: None)
+        FakeProduct.made[:] = [FakeProduct(None, 0)]
+        with choosing():
+            for other in (weight, weight + 1, weight + 2):
+                product(x, other, residual)
+        assert set(sustained) == {products.SUSTAINED_S}
+        assert len(sustained) == len(FakeProduct.times) + 1, "the waves, too"
+        assert FakeProduct.made[-1].ran == [0, 1, 2, 4]  # once each
+
+    def test_many_rows_add_and_gate_though_nothing_is_chosen(self, monkeypatch):
+        x, weight, residual = inputs(products.MOST_ROWS + 1)
+        alone, few = F.linear(x, weight), x[:, :3]
+        product(few, weight, residual[:, :3])
+        assert not FakeProduct.made, "few rows are torch's"
+        assert torch.equal(product(x, weight, residual), residual + alone)
+        assert FakeProduct.made[-1].ran == [0], "the library's favourite"
+        opened, passed = alone.chunk(2, -1)
+        assert torch.equal(gated_product(x, weight, "silu"), F.silu(opened) * passed)
+        products._untried.cache_clear()
+        monkeypatch.setattr(products.waves, "serves", lambda device, *sizes: sizes == (513, 64, 128, "silu"))
+        monkeypatch.setattr(products.waves, "run", lambda gate, x, weight, residual, out: out.fill_(7))
+        assert torch.equal(gated_product(x, weight, "silu"), torch.full_like(opened, 7))
+        assert torch.equal(product(x, weight, None), alone)
 
     def test_what_does_not_compile_is_refused_when_it_is_run(self, monkeypatch):
         def refused(*given):
@@ -394,7 +428,7 @@ def test_a_gate_of_its_own(gate, dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [3, 64, 200, 300])
+@pytest.mark.parametrize("rows", [3, 64, 200, 300, 600])
 @pytest.mark.parametrize("gate", ["silu", "gelu_tanh"])
 def test_a_chosen_gate_is_replayed(gate, rows):
     x, weight, _ = inputs(rows, 8192, 1024, device="cuda")
