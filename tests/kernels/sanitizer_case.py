@@ -288,7 +288,6 @@ def product(device: str) -> None:
             got = gated_product(x, weight, gate)  # in two launches, as nobody has chosen
             assert (got.double() - want).norm() <= SLACK[DTYPE] * want.norm(), gate
 
-
     for rows, gate, adds in ((130, "", True), (600, "silu", False), (300, "", False), (700, "gelu_tanh", False)):
         x, weight = torch.randn(rows, 328).to(device, DTYPE), (torch.randn(208, 328) / 18).to(device, DTYPE)
         residual = torch.randn(rows, 208).to(device, DTYPE) if adds else None
