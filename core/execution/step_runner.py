@@ -169,8 +169,8 @@ class StepRunner:
             elif self._pieces is not None and embedded is None and self._pieces.serves(len(ids), len(rows)):
                 logits = self._pieces.forward(*inputs)
             else:
-                # Most steps with many prompts have as many tokens as they may.
-                with choosing() if len(ids) == self._step_tokens else nullcontext():
+                # Most steps with many prompts have as many tokens as they may; how many rows want logits, nobody knows.
+                with choosing(len(ids)) if len(ids) == self._step_tokens else nullcontext():
                     logits = self._model.forward(*inputs, embedded)
         except BaseException:
             self._forget_frames(chunks)

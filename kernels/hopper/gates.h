@@ -5,10 +5,26 @@
 
 enum { NO_GATE, SILU, GELU_TANH };
 
-INLINE float rounded(float x) { return widen(static_cast<u16>(narrow(x, 0) & 0xffff)); }
+INLINE float activated(float x) {  // x sigmoid(x), or the tanh form of x Phi(x), which is x sigmoid(2 sqrt(2 / pi) ...)
+  const float inner = GATE == SILU ? x : 1.5957691216f * (x + 0.044715f * x * x * x);
+  float power, share;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(-1.4426950409f * inner));
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(share) : "f"(1 + power));
+  return x * share;
+}
 
-INLINE float gated(float gate, float passed) {  // rounded as the model does
-  gate = rounded(gate);
-  float inner = GATE == SILU ? gate : 1.5957691216f * (gate + 0.044715f * gate * gate * gate);  // 2 sqrt(2 / pi)
-  return rounded(__fdividef(gate, 1 + __expf(-inner))) * rounded(passed);
+INLINE u32 multiplied(u32 a, u32 b) {  // two numbers, each rounded once
+  u32 product;
+#if BF16
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+#else
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+#endif
+  return product;
+}
+
+// act(gate) * passed of two outputs, rounded as the model does: both products, the activation, and what comes of them.
+INLINE u32 gated(float2 gate, float2 passed) {
+  gate = pair(narrow(gate.x, gate.y));
+  return multiplied(narrow(activated(gate.x), activated(gate.y)), narrow(passed.x, passed.y));
 }

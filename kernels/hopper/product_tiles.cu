@@ -38,10 +38,6 @@
 #define SUMS (OUTPUTS / 2 / HALVES)           // of a thread, for an instruction
 #define PITCH ((OUTPUTS + 23) / 32 * 32 + 8)  // of a token's sums: pairs of a half warp go to different banks
 
-INLINE float4 gated(float4 gate, float4 passed) {
-  return make_float4(gated(gate.x, passed.x), gated(gate.y, passed.y), gated(gate.z, passed.z), gated(gate.w, passed.w));
-}
-
 extern "C" __global__ void __launch_bounds__(MULTIPLIERS + LOADERS, 1)
 product_tiles(const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap x, const u16* residual, u16* out,
               int rows, int box, int outputs, int steps) {
@@ -185,11 +181,15 @@ product_tiles(const __grid_constant__ TensorMap weight, const __grid_constant__ 
     if (output >= width) continue;
     const long long to = static_cast<long long>(before + part * tokens + token) * width + output;
     float4 sum = joined(token, place);
-    if (GATE != NO_GATE)
-      sum = gated(sum, joined(token, OUTPUTS / 2 + place));
-    else if (residual)
-      add(sum, residual + to);
-    store(out + to, sum);
+    if (GATE != NO_GATE) {
+      const float4 passed = joined(token, OUTPUTS / 2 + place);
+      *reinterpret_cast<uint2*>(out + to) =
+          make_uint2(gated(make_float2(sum.x, sum.y), make_float2(passed.x, passed.y)),
+                     gated(make_float2(sum.z, sum.w), make_float2(passed.z, passed.w)));
+    } else {
+      if (residual) add(sum, residual + to);
+      store(out + to, sum);
+    }
   }
   __syncwarp();
   cluster_arrive();

@@ -165,8 +165,10 @@ product_waves(const __grid_constant__ TensorMap weight, const __grid_constant__ 
         const int at = GATE == NO_GATE ? pass * (WIDTH / 2) + 2 * i : i / 2 * 8 + i % 2 * 2;
         float2 sum = make_float2(sums[at], sums[at + 1]);
         if (GATE != NO_GATE) {
-          sum = make_float2(gated(sum.x, sums[at + 4]), gated(sum.y, sums[at + 5]));
-        } else if (residual) {
+          *to = gated(sum, make_float2(sums[at + 4], sums[at + 5]));
+          continue;
+        }
+        if (residual) {
           const float2 more = pair(*to);
           sum = make_float2(sum.x + more.x, sum.y + more.y);
         }

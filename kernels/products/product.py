@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, lru_cache, partial
 from hashlib import sha256
 from pathlib import Path
@@ -80,8 +80,16 @@ class Proposal:
     prepare: Callable[[Tensor, Tensor], object] = lambda x, weight: None
 
 
+@dataclass
+class _Notes:
+    """What is multiplied within a block, by device and shape; of so many ``rows`` alone, if any."""
+
+    rows: int | None
+    calls: dict[tuple[int, Shape], list[Call]] = field(default_factory=dict)
+
+
 _chosen: dict[tuple[int, Shape], Run] = {}
-_noted: ContextVar[dict[tuple[int, Shape], list[Call]] | None] = ContextVar("octavo_noted_products", default=None)
+_noted: ContextVar[_Notes | None] = ContextVar("octavo_noted_products", default=None)
 """Of a thread: another one may be choosing, too, or run an engine of its own meanwhile."""
 
 
@@ -144,9 +152,9 @@ def _by_choice(x: Tensor, weight: Tensor, residual: Tensor | None, gate: str = "
 
 
 def _note(key: tuple[int, Shape], call: Call) -> None:
-    noted = _noted.get()
-    if noted is not None:
-        calls, weight = noted.setdefault(key, []), call[1]
+    notes = _noted.get()
+    if notes is not None and notes.rows in (None, key[1].rows):
+        calls, weight = notes.calls.setdefault(key, []), call[1]
         most = MOST_TRIED if key[1].rows <= MOST_ROWS else 1  # of many rows no memory is left for more, nor needed
         if len(calls) < most and len(calls) * weight.nbytes < TRIED_BYTES:
             calls.append(call)
@@ -181,17 +189,19 @@ def _untried(device: int, shape: Shape) -> Run | None:
 
 
 @contextmanager
-def choosing() -> Iterator[None]:
-    """At the end of the block an algorithm is chosen for every shape of product that was met within it. What was
-    multiplied is kept until then. Not to be used while a graph is captured."""
-    noted: dict[tuple[int, Shape], list[Call]] = {}
-    before = _noted.set(noted)
+def choosing(rows: int | None = None) -> Iterator[None]:
+    """At the end of the block an algorithm is chosen for every shape of product that was met within it, or of so many
+    ``rows`` alone. What was multiplied is kept until then. Not to be used while a graph is captured."""
+    notes = _Notes(rows)
+    before = _noted.set(notes)
     try:
         yield
     finally:
         _noted.reset(before)
     with torch.inference_mode():
-        for key, calls in sorted(noted.items(), key=lambda item: item[0][1].gate):  # a gate may come behind the others
+        for key, calls in sorted(
+            notes.calls.items(), key=lambda item: item[0][1].gate
+        ):  # a gate may come behind the others
             try:
                 _chosen[key] = _choose(key, calls)
             except RuntimeError as error:
