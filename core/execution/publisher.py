@@ -14,6 +14,7 @@ from octavo.core.memory.page_pool import PagePool, Units
 from octavo.core.memory.prefix_cache import Node, PageKey, Parent
 from octavo.core.memory.transfer_costs import PageCosts
 from octavo.core.sequence import NEVER, Sequence
+from octavo.core.shared_list import SharedList
 
 
 class Publisher:
@@ -49,6 +50,17 @@ class Publisher:
         filled = [(s, len(s.nodes), s.findable_pages(s.computed)) for s in dict.fromkeys(sequences)]
         for sequence, _, full in filled:
             sequence.full_at = sequence.layout.end_token(full)
+        try:
+            self._publish(filled)
+        except BaseException:
+            self._take_back(filled)
+            raise
+        for sequence, done, full in filled:
+            if sequence.shelf is not None:
+                self._pool.unchain(sequence.table.pages(done, full))
+
+    def _publish(self, filled: list[tuple[Sequence, int, int]]) -> None:
+        """Publish of each sequence the pages from one to another (exclusive)."""
         entered: list[tuple[Node, list[int], int]] = []  # node, its page in each group of layers, priority
         for sequence, done, full in filled:
             for node, pages in self._enter(sequence, done, full):
@@ -61,9 +73,14 @@ class Publisher:
             if found:
                 nodes, priorities = zip(*found.values(), strict=True)
                 self._make_findable(list(found), nodes, group, priorities)
-        for sequence, done, full in filled:
-            if sequence.shelf is not None:
-                self._pool.unchain(sequence.table.pages(done, full))
+
+    def _take_back(self, filled: list[tuple[Sequence, int, int]]) -> None:
+        """Leave to a later step what could not be published; what has been entered for it and has no page goes."""
+        for sequence, done, _ in filled:
+            entered = sequence.nodes[done:]
+            sequence.nodes, sequence.full_at = SharedList(sequence.nodes[:done]), 0
+            for node in reversed(entered):
+                self._pool.index.prune(node)
 
     def publish_filled(self, batch: DecodeBatch) -> None:
         """Publish what a batch has filled, once the step behind it is under way."""

@@ -197,9 +197,8 @@ class PrefixCache:
         self.prune(node)
 
     def prune(self, node: Node) -> None:
-        """Drop a node that nothing holds, and those in front of it that only led to it."""
-        while node.forgotten:
-            nodes = self._nodes[node.key]
+        """Drop a node that nothing holds, if it is in the index, and those in front of it that only led to it."""
+        while node.forgotten and node in (nodes := self._nodes.get(node.key, [])):
             nodes.remove(node)
             if not nodes:
                 del self._nodes[node.key]

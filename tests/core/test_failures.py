@@ -4,6 +4,7 @@ import random
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 
 import pytest
 import torch
@@ -23,13 +24,13 @@ def tokens(n, seed=0):
     return random.Random(seed).choices(range(3, 128), k=n)
 
 
-def once(function, error):
-    """``function``, but its first call raises."""
-    left = [error]
+def once(function, error, at=1):
+    """``function``, but its first call, or the one ``at`` a place, raises."""
+    calls = count(1)
 
     def wrapped(*args, **kwargs):
-        if left:
-            raise left.pop()
+        if next(calls) == at:
+            raise error
         return function(*args, **kwargs)
 
     return wrapped
@@ -109,6 +110,36 @@ def test_a_page_of_its_own_is_filled_though_planning_failed_behind_it(
             engine.step()
     assert drain(engine).completions["a"].samples == expected.samples and len(calls) == 3
     assert_idle(engine)
+
+
+@pytest.mark.parametrize("at", [1, 2, 5])
+@pytest.mark.parametrize("where", ["enter", "published", "publish_each"])
+@pytest.mark.parametrize("model", ["t_model", "g_model"])
+def test_pages_that_could_not_be_published_are_published_by_the_next_step(
+    model, where, at, request, engine_for, drain, assert_idle, monkeypatch
+):
+    """Samples that share pages, and another request that begins like them."""
+    model, params, hits = request.getfixturevalue(model), SamplingParams(n=2, **GREEDY), []
+    for fails in (False, True):
+        engine = engine_for(model, page_tokens=4, step_tokens=16)
+        owner = {"enter": engine._pool.index, "published": engine._scheduler, "publish_each": engine._pool}[where]
+        if fails:
+            monkeypatch.setattr(owner, where, once(getattr(owner, where), MemoryError("index"), at))
+        for name, prompt in {"a": tokens(14), "b": [*tokens(9), 5, 6, 7]}.items():
+            engine.submit(prompt, params, request_id=name)
+        failures = 0
+        while engine.has_work():
+            try:
+                engine.step()
+            except MemoryError:
+                failures += 1
+            engine.check()
+        assert failures == fails
+        before = engine.stats().hit_tokens
+        engine.generate([tokens(14)], SamplingParams(**GREEDY))
+        hits.append(engine.stats().hit_tokens - before)
+        assert_idle(engine)
+    assert hits[0] == hits[1] > 0
 
 
 def test_a_row_that_could_not_be_moved_is_moved_again(t_model, engine_for, drain, assert_idle, monkeypatch):
