@@ -19,8 +19,8 @@ from octavo.scripts.workloads import Workload
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from octavo.core.execution.downloads import Download
     from octavo.core.interfaces import SparseMethod
-    from octavo.core.uploads import Download
 
 WARM_STEPS = 4
 """Between the last prompt and the first timed step: an engine that plans ahead brings its tokens a step later."""
@@ -148,7 +148,7 @@ def most_tokens(settings: EngineSettings, shape: StepShape) -> int:
 @contextmanager
 def _waiting() -> Iterator[list[float]]:
     """Seconds of each wait for tokens within the block."""
-    from octavo.core.uploads import Download
+    from octavo.core.execution.downloads import Download
 
     waited: list[float] = []
     wait = Download.wait

@@ -45,7 +45,9 @@ from torch import Tensor
 from octavo.core.execution.attention import DecodeGroup, PagedStep
 from octavo.core.execution.decode_state import DecodeState
 from octavo.core.execution.device_tables import DeviceTables
+from octavo.core.execution.downloads import Download, Landing, download
 from octavo.core.execution.page_view import StepPages
+from octavo.core.execution.step_mail import StepMail
 from octavo.core.execution.verify_program import VerifyProgram
 from octavo.core.hf_model import HFModel
 from octavo.core.interfaces import SparseMethod
@@ -95,6 +97,11 @@ class Variant:
     sets: tuple[Variant, ...] = ()
     places: int = 0
 
+    @property
+    def plain(self) -> bool:
+        """Whether it has no news but the drawn tokens."""
+        return self.method is None and not self.sets and not self.places
+
 
 @dataclass(frozen=True)
 class RowSet:
@@ -137,23 +144,26 @@ class DecodeProgram:
         self._told_runs: tuple[NDArray[np.int32] | None, Sequential[int], int] = (None, [], 0)
         self._graphs: dict[Variant, torch.cuda.CUDAGraph] = {}
         self._news: dict[Variant, Tensor] = {}
+        self._landings: dict[tuple[int, ...], list[Landing]] = {}
         self._captured: Tensor | None = None
         self._pool: Any = None
+        self._mail = StepMail(max_seqs, kv.device) if kv.device.type == "cuda" else None
 
     def bucket(self, rows: int) -> int:
         """The smallest prepared batch of at least ``rows``."""
         return self._buckets[bisect_left(self._buckets, rows)]
 
-    def launch(self, sets: Sequential[RowSet]) -> Tensor:
-        """Decode one token in each row of the sets, which are all that the state has been told of; see below."""
+    def launch(self, sets: Sequential[RowSet]) -> Download:
+        """Decode one token in each row of the sets, which are all that the state has been told of; see below. Entries
+        of the tables that are due are written first."""
         if len(sets) > 1:
             return self.mixed_step(sets)
         (one,) = sets
         return self.step(one.rows, one.runs) if one.method is None else self.sparse_step(one)
 
-    def step(self, rows: Sequential[int], runs: NDArray[np.int32] | None) -> Tensor:
+    def step(self, rows: Sequential[int], runs: NDArray[np.int32] | None) -> Download:
         """Decode one token in each of the ``rows`` that the state has been told of. Gives news int64 [1, bucket], a
-        column a row of the state: the drawn tokens. They are written over by the next step.
+        column a row of the state: the drawn tokens.
 
         ``runs``: the groups of ``ops.decode_shared``, by place in ``rows``, where there are any.
         """
@@ -165,14 +175,14 @@ class DecodeProgram:
             self._tell_runs(runs, rows, variant.rows)
         return self._replay(variant)
 
-    def sparse_step(self, one: RowSet) -> Tensor:
+    def sparse_step(self, one: RowSet) -> Download:
         """The same where all rows are under one sparse method. News int64 [3, bucket]: the tokens, table entries read
         over all layers and KV heads, and elements read to choose."""
         variant = self._variant(self.bucket(max(one.rows) + 1), one)
         self._prepare(variant)
         return self._replay(variant)
 
-    def mixed_step(self, sets: Sequential[RowSet]) -> Tensor:
+    def mixed_step(self, sets: Sequential[RowSet]) -> Download:
         """The same of rows under several methods, no more than ``MOST_SETS``; news as those of ``sparse_step``."""
         sets = sorted(sets, key=lambda one: "" if one.method is None else one.method.provenance)
         members = tuple(self._variant(self.bucket(len(one.rows)), one) for one in sets)
@@ -189,7 +199,7 @@ class DecodeProgram:
             self._told_lists = listed
         return self._replay(variant)
 
-    def verify_step(self, rows: NDArray[np.int64], drafts: NDArray[np.int64], asked: NDArray[np.int64]) -> Tensor:
+    def verify_step(self, rows: NDArray[np.int64], drafts: NDArray[np.int64], asked: NDArray[np.int64]) -> Download:
         """Verify the drafts of ``rows``, which are all that the state has been told of (``VerifyProgram.tell``). Gives
         news int64 [2 * places, bucket]. The state stays as it is."""
         variant = Variant(self.bucket(int(rows.max()) + 1), places=asked.shape[1])
@@ -224,14 +234,34 @@ class DecodeProgram:
         if variant not in self._graphs:
             self._capture([variant])
 
-    def _replay(self, variant: Variant) -> Tensor:
-        if self._kv.device.type != "cuda":
+    def _replay(self, variant: Variant) -> Download:
+        tables, mail = self._tables, self._mail
+        if mail is None:
+            tables.write_due()
             with torch.inference_mode():
-                return self._run(variant)
+                return self.download(self._run(variant))
+        if tables.due is not None and len(tables.due.places) <= mail.most:
+            mail.tell(tables.due.places, tables.due.entries)
+        else:
+            tables.write_due()
         self._graphs[variant].replay()
-        return self._news[variant]
+        tables.settle_due()
+        drawn = mail.launched(variant.rows)
+        return drawn if variant.plain else self.download(self._news[variant])
+
+    def download(self, news: Tensor) -> Download:
+        """Begin to bring news to the host."""
+        return download(news, self._landings.setdefault(news.shape, []))
 
     def _run(self, variant: Variant) -> Tensor:
+        if self._mail is None:
+            return self._compute(variant)
+        self._mail.receive(self._tables.entries)
+        news = self._compute(variant)
+        self._mail.send(news[0] if variant.plain else None)
+        return news
+
+    def _compute(self, variant: Variant) -> Tensor:
         if variant.places:
             return self._verify.run(variant.rows, variant.places)
         state, fields, entries, batch = self.state, self.state.fields, self._tables.entries, variant.rows
@@ -314,6 +344,8 @@ class DecodeProgram:
                 for variant in variants:
                     with choosing():
                         self._run(variant)
+                    assert self._mail is not None
+                    self._mail.take_back()
                     torch.cuda.synchronize()
                     graph = torch.cuda.CUDAGraph()
                     # Other threads, which may be encoding images, are none of the capture's business.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
 import numpy as np
@@ -10,7 +11,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.core.execution.staged_writes import StagedWrites
 from octavo.core.memory.block_table import BlockTable
 from octavo.core.sequence import Sequence
 from octavo.core.step_plan import Growth
@@ -21,13 +21,24 @@ Entries = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]
 """Units, valid counts and places of some table entries, slice by slice."""
 
 
+@dataclass(frozen=True)
+class Due:
+    """Packed ``entries`` int64 [n] that are still to be written at ``places`` int64 [n] of all entries: then ``tables``
+    are up to date."""
+
+    entries: NDArray[np.int64]
+    places: NDArray[np.int64]
+    tables: list[BlockTable]
+
+
 class DeviceTables:
     """``entries`` int32 [slices of all groups, rows, entries of the longest sequence]: a row a running sequence, packed
     as in layout.py. ``unit_pos``, of one slice, says where each entry begins; None as long as no sequence needs it,
     because its pages have sealed ones among them.
 
     A decoded token changes one entry every ``unit_tokens`` steps, so a step writes the few entries that differ and
-    never a whole row.
+    never a whole row. Entries of pages that sequences have grown by are ``due``: the step that needs them may write
+    them itself (``step_mail.py``).
     """
 
     def __init__(self, rows: int, slices: int, max_entries: int, device: torch.device) -> None:
@@ -35,7 +46,7 @@ class DeviceTables:
         self._free = list(range(rows))  # a heap: rows in use stay low, for programs over the first so many rows
         self.entries = torch.zeros((slices, rows, max_entries), dtype=torch.int32, device=device)
         self.unit_pos: Tensor | None = None
-        self._few = StagedWrites(rows, device)
+        self.due: Due | None = None
 
     def sync(self, running: Iterable[Sequence]) -> None:
         """Give every running sequence a row, and bring the rows up to date."""
@@ -56,6 +67,7 @@ class DeviceTables:
 
     def update(self, sequences: Iterable[Sequence]) -> None:
         """Write what differs in the rows of some sequences, whose tables are the only ones that have changed."""
+        self.due = None  # of a step that came to nothing: its tables differ
         stale = [s for s in sequences if any(table.stale_from < table.n_pages for table in s.tables)]
         if not stale:
             return
@@ -78,10 +90,10 @@ class DeviceTables:
                             self._write_positions(sequence)
             first_slice += slices
         units, counts, places = (np.concatenate(columns) for columns in zip(*changes, strict=True))
-        self._write(packed(units, counts), places, written)
+        self._write(Due(packed(units, counts), places, written))
 
     def grow(self, growth: Growth) -> None:
-        """Write one more full page of text of each of some sequences. All in front of it is up to date."""
+        """Let one more full page of text of each of some sequences be due. All in front of it is up to date."""
         layout, tables = growth.sequences[0].layout, growth.tables
         assert not [t for t in tables if t.stale_from != t.n_pages - 1], "more than the last page has changed"
         width = layout.page_entries(0)
@@ -90,17 +102,26 @@ class DeviceTables:
         if width > 1:
             places = (places[:, None] + np.arange(width)).ravel()
         units = tables[0].listed(growth.pages, width).ravel().astype(np.int64)
-        self._write(packed(units, layout.unit_tokens), self._in_slices(places, 0, tables[0].slices), tables)
+        places = self._in_slices(places, 0, tables[0].slices)
+        self.due = Due(packed(units, layout.unit_tokens), places, tables)
 
-    def _write(self, entries: NDArray[np.int64], places: NDArray[np.int64], tables: list[BlockTable]) -> None:
-        """Write packed entries, after which ``tables`` are up to date."""
-        flat = self.entries.view(-1)
-        if len(places) <= self._few.most:
-            self._few.write(flat, places, entries)
-        else:
-            flat.index_copy_(0, upload(places, flat.device), upload(entries.astype(np.int32), flat.device))
-        for table in tables:  # only now: a copy that failed is made again
-            table.stale_from = table.n_pages
+    def write_due(self) -> None:
+        """Write what is due, if anything."""
+        if self.due is not None:
+            self._write(self.due)
+
+    def settle_due(self) -> None:
+        """What is due is written."""
+        if self.due is not None:
+            for table in self.due.tables:
+                table.stale_from = table.n_pages
+            self.due = None
+
+    def _write(self, due: Due) -> None:
+        flat, entries = self.entries.view(-1), due.entries.astype(np.int32)
+        flat.index_copy_(0, upload(due.places, flat.device), upload(entries, flat.device))
+        self.due = due
+        self.settle_due()  # only now: a copy that failed is made again
 
     def _widen(self, entries: int) -> None:
         """Room for rows of so many entries: sealed pages leave holes, so a table may be longer than its tokens."""

@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.core.execution.decode_batch import DecodeBatch
+from octavo.core.execution.downloads import Download
 from octavo.core.execution.verification import Verification
 from octavo.core.step_plan import Chunk
-from octavo.core.uploads import Download
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,6 @@ from octavo.core.interfaces import SparseMethod
 from octavo.core.memory.digests import DigestStore
 from octavo.core.sequence import Sequence
 from octavo.core.step_plan import Chunk
-from octavo.core.uploads import Download, Landing
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,6 @@ class Replayer:
         self._digests_of = digests_of
         self._accounts = accounts
         self._page_tokens = page_tokens
-        self._landings: dict[tuple[int, ...], list[Landing]] = {}
         self._lineup: _Lineup | None = None
         self._under: dict[Sequence, str] = {}  # who was in the last replayed step, and under which method
 
@@ -113,7 +111,7 @@ class Replayer:
             if dense is not None and self._runs is not None:
                 shared = self._runs.find(dense.sequences, batch.starts[dense.numbers])
             sets = [self._row_set(batch, under, came_from, shared if under is dense else None) for under in lineup.sets]
-            flight = Flight(batch, lineup.rows, self._download(self.program.launch(sets)))
+            flight = Flight(batch, lineup.rows, self.program.launch(sets))
         except BaseException:
             self.forget()
             raise
@@ -132,7 +130,7 @@ class Replayer:
             self.program.state.bring_in(batch, rows)
             with torch.inference_mode():
                 tokens = self.program.state.draw(logits, rows, backend)
-            return Flight(batch, rows, self._download(tokens[None]))
+            return Flight(batch, rows, self.program.download(tokens[None]))
         except BaseException:
             self.forget()
             raise
@@ -146,7 +144,7 @@ class Replayer:
             rows = lineup.rows if lineup is not None and stays else self._tables.rows(batch.sequences)
             self.program.state.verify(batch, rows)
             news = self.program.verify_step(rows, verification.drafts, verification.asked())
-            return Flight(batch, rows, self._download(news), verification)
+            return Flight(batch, rows, news, verification)
         except BaseException:
             self.forget()
             raise
@@ -171,9 +169,6 @@ class Replayer:
         self._accounts.flight(flight.decoded(), news[1:])
         tokens: NDArray[np.int64] = news[0, flight.rows]
         return tokens
-
-    def _download(self, news: Tensor) -> Download:
-        return Download(news, self._landings.setdefault(news.shape, []))
 
     def _line_up(self, batch: DecodeBatch, choosers: NDArray[np.int64], running: Iterable[Sequence]) -> _Lineup:
         if self._has_gaps(self._tables.rows(batch.sequences)):

@@ -212,7 +212,7 @@ class TestHostsPart:
         """Calls of 16 steps, in which each sequence fills a page."""
         config = EngineConfig(max_seqs=sequences, pool_tokens=96 * sequences, execution="graph", prefix_cache=False)
         engine = Engine(model, None, config)
-        engine._runner._program._replay = lambda variant: torch.full((1, variant.rows), 7)
+        engine._runner._program._run = lambda variant: torch.full((1, variant.rows), 7)
         for seed in range(sequences):
             engine.submit(tokens(20 + seed % 16, seed), SamplingParams(max_tokens=40, ignore_eos=True, **params))
         for _ in range(3):  # prompts, a step that is launched, one that is planned ahead

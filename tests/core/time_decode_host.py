@@ -26,7 +26,7 @@ def engine_of(sequences: int, prefix_cache: bool) -> Engine:
     )  # fmt: skip
     if not on_gpu:
         drawn = torch.randint(3, 400, (1, sequences))
-        engine._runner._program._replay = lambda variant: drawn[:, : variant.rows]
+        engine._runner._program._run = lambda variant: drawn[:, : variant.rows]
     for i in range(sequences):
         params = SamplingParams(max_tokens=400, temperature=0.6, seed=i, ignore_eos=True)
         engine.submit([(7 * i + at) % 500 for at in range(64 + i % 16)], params)

@@ -22,7 +22,7 @@ def engine_of(sequences: int) -> Engine:
     )  # fmt: skip
     drawn = torch.randint(3, 400, (2 * DRAFTS + 2, sequences))
     logits = torch.rand(sequences * (DRAFTS + 1), 512)
-    engine._runner._program._replay = lambda variant: drawn[: 2 * variant.places or 3, : variant.rows]
+    engine._runner._program._run = lambda variant: drawn[: 2 * variant.places or 3, : variant.rows]
     chosen = method("lossless", draft={"dense_layers": []}, drafts=DRAFTS, forced_acceptance=0.8, budget_tokens=96)
     for i in range(sequences):
         params = SamplingParams(max_tokens=600, seed=i, ignore_eos=True)

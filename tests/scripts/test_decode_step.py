@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from octavo.core.uploads import Download
+from octavo.core.execution.downloads import Download
 from octavo.scripts import decode_octavo, machine_load, model_shapes, workloads
 from octavo.scripts.decode_floor import DeviceRates, Floor, measure_rates
 from octavo.scripts.decode_line_up import Models, line_up
@@ -157,7 +157,7 @@ class TestOctavo:
     def test_waiting_is_told_from_working(self) -> None:
         before = Download.wait
         with decode_octavo._waiting() as waited:
-            assert Download(torch.tensor([7])).wait().tolist() == [7]
+            assert Download(torch.tensor([7]), None).wait().tolist() == [7]
         assert len(waited) == 1 and Download.wait is before
 
 

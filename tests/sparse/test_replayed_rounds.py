@@ -266,7 +266,7 @@ class TestProgram:
                 EngineConfig(max_seqs=sequences, pool_tokens=128 * sequences, execution="graph", prefix_cache=False),
             )  # fmt: skip
             news = torch.full((10, sequences), 7)
-            engine._runner._program._replay = lambda variant: news[: 2 * variant.places or 3, : variant.rows]
+            engine._runner._program._run = lambda variant: news[: 2 * variant.places or 3, : variant.rows]
             chosen = lossless("streaming", 4, 48, keep={"sink_tokens": 16, "recent_tokens": 0}, dense_layers=[])
             for seed in range(sequences):
                 engine.submit([5] * (50 + seed % 4), replace(LONG, max_tokens=60), method=chosen)

@@ -1,0 +1,74 @@
+"""What the host and a replayed step tell each other: each turn its own, and nothing of another one."""
+
+import numpy as np
+import pytest
+import torch
+
+from octavo.core.execution.step_mail import TURNS, StepMail
+
+
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, the gpu tests run the compiled kernels")
+
+
+@pytest.fixture(params=[pytest.param("cpu", marks=interpreted), pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    return torch.device(request.param)
+
+
+@pytest.mark.parametrize("most", [1, 3, 5])
+def test_a_step_writes_what_it_was_told_and_nothing_else(most, device):
+    rng = np.random.default_rng(most)
+    mail, entries = StepMail(most, device), torch.full((2, 6), -1, dtype=torch.int32, device=device)
+    expected = np.full(12, -1, np.int32)
+    for turn in range(3 * TURNS):
+        count = turn % (most + 1)
+        if count:  # nobody has to say that there is nothing
+            places, values = rng.permutation(12)[:count], rng.integers(-(2**31), 2**31, count)
+            mail.tell(places, values)
+            expected[places] = values
+        mail.receive(entries)
+        mail.send(torch.full((most,), turn, dtype=torch.int64, device=device))
+        assert mail.launched(most).wait().tolist() == [[turn] * most]
+        assert np.array_equal(entries.cpu().numpy().ravel(), expected)
+
+
+def test_steps_may_be_under_way_while_others_are_told(device):
+    """News are read late, and what was told lies where it is until its step has come."""
+    mail, entries = StepMail(2, device), torch.zeros((1, 9), dtype=torch.int32, device=device)
+    flights = []
+    for turn in range(9):
+        mail.tell(np.array([turn]), np.array([turn + 1]))
+        mail.receive(entries)
+        mail.send(torch.tensor([turn, -turn], device=device))
+        flights.append(mail.launched(2))
+        if turn:
+            assert flights[turn - 1].wait().tolist() == [[turn - 1, 1 - turn]]
+    assert entries.tolist() == [[*range(1, 10)]]
+
+
+def test_fewer_columns_and_no_news(device):
+    mail, entries = StepMail(4, device), torch.zeros((1, 4), dtype=torch.int32, device=device)
+    for drawn in (None, torch.tensor([5, 6], device=device), None):
+        mail.receive(entries)
+        mail.send(drawn)
+        news = mail.launched(0 if drawn is None else 2)
+        assert news.wait().tolist() == ([[]] if drawn is None else [[5, 6]])
+    assert not entries.any()
+
+
+def test_a_program_that_was_no_step_takes_nobodys_turn(device):
+    """As before one is captured. It writes over no news that are still to be read."""
+    mail, entries = StepMail(1, device), torch.zeros((1, 4), dtype=torch.int32, device=device)
+    flights = []
+    for turn in range(2 * TURNS):
+        for _ in range(3):
+            mail.receive(entries)
+            mail.send(torch.tensor([99], device=device))
+            mail.take_back()
+        if flights:
+            assert flights.pop().wait().tolist() == [[turn - 1]]
+        mail.tell(np.array([turn % 4]), np.array([turn]))
+        mail.receive(entries)
+        mail.send(torch.tensor([turn], device=device))
+        flights.append(mail.launched(1))
+    assert entries.tolist() == [[4, 5, 6, 7]]
