@@ -6,7 +6,6 @@ import torch
 
 from octavo.core.execution.step_mail import TURNS, StepMail
 
-
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, the gpu tests run the compiled kernels")
 
 
