@@ -51,7 +51,7 @@ log = logging.getLogger(__name__)
 MOST_ROWS = 512
 """Beyond, a product takes so long that cards get to the limit of their power."""
 
-SUSTAINED_S = 0.02
+SUSTAINED_S = 0.05
 """That a product of more rows is run for before it is timed, and while it is."""
 
 TRIED_BYTES = 160 << 20
