@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from octavo.core.errors import closest
@@ -145,7 +146,7 @@ class EngineConfig:
         """A policy of this engine's own, if it goes by name."""
         return EVICTIONS[self.eviction]() if isinstance(self.eviction, str) else self.eviction
 
-    @property
+    @cached_property
     def policies(self) -> dict[str, PagePolicy]:
         """The page policy of every segment kind in use."""
         sizes: dict[str, int | PagePolicy] = {"text": self.page_tokens, **(self.page_policies or {})}

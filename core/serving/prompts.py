@@ -13,6 +13,8 @@ from octavo.core.encoding.items import IMAGE, ItemReader
 from octavo.core.interfaces import SegmentEncoder
 from octavo.core.memory.page_layout import TEXT, Segment
 
+_NO_ITEMS = (str, Number, type(None))
+
 Prompt = str | Sequence[Any]
 """A string, a list of token ids, or a list of strings, which are joined where they meet, of token segments, and of
 whatever the engine's encoder takes."""
@@ -55,10 +57,10 @@ class PromptReader:
         if isinstance(prompt, str):
             ids = self._encode(prompt, continues)
         elif isinstance(prompt, list | tuple):
-            if any(isinstance(part, str) for part in prompt):
+            if any(issubclass(kind, str) for kind in _kinds(prompt)):
                 ids = self._encode("".join(map(_text, prompt)), continues)
             else:
-                ids = [self._token(token) for token in prompt]
+                ids = self._tokens(prompt)
         else:
             raise ValueError(
                 f"a prompt is a string or a list of token ids, got {type(prompt).__name__}: {prompt!r:.80}"
@@ -78,7 +80,7 @@ class PromptReader:
         Raises:
             ValueError: as ``read``; a segment that is empty, an item that the encoder refuses, or no encoder.
         """
-        if not isinstance(prompt, list | tuple) or all(isinstance(part, str | Number | None) for part in prompt):
+        if not isinstance(prompt, list | tuple) or all(issubclass(kind, _NO_ITEMS) for kind in _kinds(prompt)):
             return ReadPrompt(self.read(prompt, continues=continues), [])
         tokens: list[int] = []
         segments: list[Segment] = []
@@ -138,7 +140,12 @@ class PromptReader:
                 ids: list[int] = self._tokenizer(text, add_special_tokens=not continues)["input_ids"]
         except Exception as error:  # whatever a tokenizer raises, it is this prompt that it cannot read
             raise ValueError(f"the tokenizer cannot read {text!r:.80}: {error}") from error
-        return [self._token(token) for token in ids]
+        return self._tokens(ids)
+
+    def _tokens(self, tokens: Sequence[Any]) -> list[int]:
+        if _kinds(tokens) == {int} and min(tokens) >= 0 and max(tokens) < self._vocab_size:
+            return list(tokens)
+        return [self._token(token) for token in tokens]  # one by one, to say which it is
 
     def _token(self, token: Any) -> int:
         if isinstance(token, bool) or not isinstance(token, int):
@@ -146,6 +153,11 @@ class PromptReader:
         if not 0 <= token < self._vocab_size:
             raise ValueError(f"token id {token} is outside the vocabulary of {self._vocab_size} tokens")
         return token
+
+
+def _kinds(parts: Sequence[Any]) -> set[type]:
+    """Of thousands of tokens there is one, and it takes no call of Python's for each to see that."""
+    return set(map(type, parts))
 
 
 def _text(part: Any) -> str:

@@ -105,7 +105,7 @@ def new_request(
         )
     prior = None if token_prior is None else _page_prior(token_prior, len(prompt), method, engine)
     rule = None
-    if isinstance(method, Drafter):
+    if method is not None and isinstance(method, Drafter):  # a protocol: asking takes as long as all else
         most = min(method.drafts, engine.config.step_tokens - 1)  # they are verified in one step
         beyond = engine._runner.choosers.whole_tokens(method.draft)
         rule = DraftRule(method.draft, most, beyond, method.forced_acceptance)
