@@ -244,6 +244,7 @@ class DecodeProgram:
             mail.tell(tables.due.places, tables.due.entries)
         else:
             tables.write_due()
+            mail.tell_nothing()
         self._graphs[variant].replay()
         tables.settle_due()
         drawn = mail.launched(variant.rows)

@@ -46,6 +46,12 @@ class StepMail:
         all_places[at, :count], all_values[at, :count] = places, values
         numbers[at] = self._turn, count
 
+    def tell_nothing(self) -> None:
+        """The next step has nothing to write, though another was told something that then was not launched."""
+        numbers, at = self._written[0], self._turn % TURNS
+        if numbers[at, 0] == self._turn:
+            numbers[at, 0] = -1
+
     def launched(self, columns: int) -> Download:
         """A step has been launched: what it draws, int64 [1, columns], and the next one's turn begins."""
         at = self._turn % TURNS

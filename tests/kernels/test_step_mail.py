@@ -46,6 +46,22 @@ def test_steps_may_be_under_way_while_others_are_told(device):
     assert entries.tolist() == [[*range(1, 10)]]
 
 
+def test_what_was_told_to_a_step_that_was_not_launched_is_not_told_to_the_next(device):
+    """Its tables may be another sequence's by then."""
+    mail, entries = StepMail(2, device), torch.zeros((1, 4), dtype=torch.int32, device=device)
+    for turn in range(2 * TURNS):
+        mail.tell(np.array([1]), np.array([9]))
+        if turn % 2:
+            mail.tell_nothing()
+        else:
+            mail.tell(np.array([2]), np.array([turn + 1]))
+        mail.receive(entries)
+        mail.send(None)
+        mail.launched(0).wait()
+        mail.tell_nothing()
+    assert entries.tolist() == [[0, 0, 2 * TURNS - 1, 0]]
+
+
 def test_fewer_columns_and_no_news(device):
     mail, entries = StepMail(4, device), torch.zeros((1, 4), dtype=torch.int32, device=device)
     for drawn in (None, torch.tensor([5, 6], device=device), None):
