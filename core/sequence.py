@@ -16,6 +16,7 @@ from octavo.core.encoding.item import ItemSpan
 from octavo.core.encoding.pieces import pieces, reach, reused
 from octavo.core.encoding.sources import source_request
 from octavo.core.execution.drafts import UNREAD, Drafts
+from octavo.core.execution.pace import Paced
 from octavo.core.hosting.shelf import Shelf
 from octavo.core.interfaces import PrefillPattern
 from octavo.core.memory.block_table import BlockTable
@@ -47,7 +48,7 @@ class SparseSpan(NamedTuple):
     block: int = 1
 
 
-class Sequence:
+class Sequence(Paced):
     """One stretch of tokens whose KV is being computed.
 
     ::
@@ -87,13 +88,13 @@ class Sequence:
     """
 
     def __init__(self, request: Request, sample: int, tokens: SharedList[int], pool: PagePool, plan: LayerPlan) -> None:
+        super().__init__()
         self.request = request
         self.sample = sample
         self.tokens = tokens
         self.tables = [BlockTable(pool, group.slices) for group in plan.groups]
         self._pool, self._plan = pool, plan
         self._groups = plan.groups
-        self.computed = 0
         self.writable = self.full_at = self.unread = 0
         self.served_at = -1
         self.shelf: Shelf | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import compress
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.core.execution.drafts import UNREAD
+from octavo.core.execution.pace import Pace
 from octavo.core.interfaces import SparseMethod
 from octavo.core.sequence import NEVER, Sequence
 
@@ -47,6 +48,8 @@ class DecodeBatch:
         ending     int64 [n, k]    tokens that end it, filled up with -1
         chooser    int64 [n]       which of ``methods`` chooses the pages that it reads; 0, which is None, reads all
         whole      int64 [n]       so many tokens are read whole all the same
+
+    ``pace`` is that of these very members (``octavo.core.execution.pace``).
     """
 
     sequences: list[Sequence]
@@ -69,6 +72,7 @@ class DecodeBatch:
     chooser: NDArray[np.int64]
     whole: NDArray[np.int64]
     methods: tuple[SparseMethod | None, ...]
+    pace: Pace = field(default_factory=Pace)
 
     @classmethod
     def of(cls, chunks: list[Chunk], whole_tokens: Callable[[SparseMethod], int]) -> DecodeBatch:
@@ -159,8 +163,9 @@ class DecodeBatch:
         """Some of its members; the very same batch if all of them."""
         if which.all():
             return self
-        stays, kept = which.tolist(), dict[str, Any]()
-        for name, column in ((f.name, getattr(self, f.name)) for f in fields(self) if f.name != "methods"):
+        stays, kept = which.tolist(), dict[str, Any](pace=Pace())
+        for name in [f.name for f in fields(self) if f.name not in ("methods", "pace")]:
+            column = getattr(self, name)
             kept[name] = column[which] if isinstance(column, np.ndarray) else list(compress(column, stays))
         return replace(self, **kept)
 
@@ -185,8 +190,7 @@ class DecodeBatch:
     def settle(self) -> None:
         """The step is under way: its KV stands for all who come after it in the device's order."""
         if not self.drafts:
-            for sequence in self.sequences:
-                sequence.computed += 1
+            self.pace.advance(self.sequences)
             return
         for sequence, draft in zip(self.sequences, self.drafting.tolist(), strict=True):
             if draft:
