@@ -198,13 +198,10 @@ class Scheduler:
         plan = StepPlan(copies=self._copies, batch=batch, verification=verification, ahead=True, changed=changed)
         if growing:
             self._pool.prepare(units)
-            members = [batch.sequences[member] for member in growing]
-            tables = [sequence.table for sequence in members]
-            at = np.array(growing)
+            tables, at = [batch.tables[member] for member in growing], np.array(growing)
             numbers = batch.starts[at] // self._page_tokens
-            plan.growth = Growth(members, tables, numbers, append_pages(tables, self._pool, self._page_units))
-            for sequence in members:
-                sequence.writable += self._page_tokens
+            pages = append_pages(tables, self._pool, self._page_units)
+            plan.growth = Growth(batch.sequences[growing[0]].layout, at, tables, numbers, pages)
             batch.turns[at] += self._page_tokens
         for member, sequence, count in others:
             sequence.drop_unseen()
@@ -225,13 +222,13 @@ class Scheduler:
         """The members of a batch whose pages must be seen to: those that take one more page of text behind theirs, and
         that is all, and the others, with their sequences and tokens. Pages of a batch are of one size."""
         growing, others = [], []
-        for member in batch.turning.tolist():
-            sequence = batch.sequences[member]
-            if not self._windowed and sequence.writable == sequence.table.n_pages * self._page_tokens:
+        turning = batch.turning
+        for member, turn in zip(turning.tolist(), batch.turns[turning].tolist(), strict=True):
+            if not self._windowed and turn == batch.tables[member].n_pages * self._page_tokens:
                 growing.append(member)
             else:
                 drafts = 0 if verification is None else int(verification.drafts[member])
-                others.append((member, sequence, 1 + drafts))
+                others.append((member, batch.sequences[member], 1 + drafts))
         return growing, others
 
     def add(self, sequence: Sequence) -> None:

@@ -69,7 +69,8 @@ class Sequence(Paced):
     host tier, if its method reads pages from there; ``away`` counts those pages, which are holes of its first table.
     While ``unread`` is 1 there is one more behind its last token: the device draws it, the next step is planned for it,
     and nobody has read it.
-    Tokens before ``writable`` have their place in pages that nobody else holds, so far as they are not computed. With
+    Tokens before ``writable`` have their place in pages that nobody else holds, so far as they are not computed; of
+    who decodes in a batch, that knows of more (``DecodeBatch.turns``). With
     ``full_at`` computed tokens the first page is full that has no node yet; 0 is not worked out.
 
     Where images are reused, ``sources`` are the sequences by which their KV is found or computed, by the image's first

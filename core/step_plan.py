@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from octavo.core.execution.decode_batch import DecodeBatch
 from octavo.core.execution.verification import Verification
 from octavo.core.memory.block_table import BlockTable
+from octavo.core.memory.page_layout import PageLayout
 from octavo.core.memory.page_pool import Pages, Units
 from octavo.core.sequence import Sequence
 
@@ -55,10 +56,12 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Growth:
-    """One more page of text for some members of a batch, which have one table each: ``pages`` int32 [m] by their first
-    units, as number ``numbers`` int64 [m] of their tables."""
+    """One more page of text, in a ``layout`` of which all pages are alike, for some ``members`` int64 [m] of a batch,
+    which have one table each: ``pages`` int32 [m] by their first units, as number ``numbers`` int64 [m] of their
+    tables."""
 
-    sequences: list[Sequence]
+    layout: PageLayout
+    members: NDArray[np.int64]
     tables: list[BlockTable]
     numbers: NDArray[np.int64]
     pages: Pages

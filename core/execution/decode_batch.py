@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from octavo.core.execution.drafts import UNREAD
 from octavo.core.execution.pace import Pace
 from octavo.core.interfaces import SparseMethod
+from octavo.core.memory.block_table import BlockTable
 from octavo.core.sequence import NEVER, Sequence
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ class DecodeBatch:
         names      [n]             their requests' ids
         samples    [n]             and which samples of these they are
         appends    [n]             what takes in their tokens
+        tables     [n]             their first block tables
         starts     int64 [n]       the position of the token that is computed
         drafting   bool  [n]       it is for a draft
         prompts    int64 [n]       tokens of the prompt
@@ -56,6 +58,7 @@ class DecodeBatch:
     names: list[str]
     samples: list[int]
     appends: list[Callable[[int], None]]
+    tables: list[BlockTable]
     starts: NDArray[np.int64]
     drafting: NDArray[np.bool_]
     prompts: NDArray[np.int64]
@@ -114,6 +117,7 @@ class DecodeBatch:
             names=[sequence.request.request_id for sequence in members],
             samples=[sequence.sample for sequence in members],
             appends=[sequence.tokens.append for sequence in members],
+            tables=[sequence.table for sequence in members],
             starts=starts,
             drafting=np.array([chunk.draft for chunk in chunks]),
             prompts=prompts,

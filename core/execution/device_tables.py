@@ -92,13 +92,14 @@ class DeviceTables:
         units, counts, places = (np.concatenate(columns) for columns in zip(*changes, strict=True))
         self._write(Due(packed(units, counts), places, written))
 
-    def grow(self, growth: Growth) -> None:
-        """Let one more full page of text of each of some sequences be due. All in front of it is up to date."""
-        layout, tables = growth.sequences[0].layout, growth.tables
+    def grow(self, growth: Growth, rows: NDArray[np.int64]) -> None:
+        """Let one more full page of text in each of some ``rows`` int64 [m] be due. All in front of it is up to
+        date."""
+        layout, tables = growth.layout, growth.tables
         assert not [t for t in tables if t.stale_from != t.n_pages - 1], "more than the last page has changed"
         width = layout.page_entries(0)
         self._widen((int(growth.numbers.max()) + 1) * width)
-        places = self.rows(growth.sequences) * self.entries.shape[2] + growth.numbers * width
+        places = rows * self.entries.shape[2] + growth.numbers * width
         if width > 1:
             places = (places[:, None] + np.arange(width)).ravel()
         units = tables[0].listed(growth.pages, width).ravel().astype(np.int64)

@@ -138,10 +138,9 @@ class Replayer:
     def verify(self, verification: Verification) -> Flight:
         """The same of the drafts behind the last flight, the last of which the host does not know yet. Who decodes, and
         under which method, stays as it was for the step behind it."""
-        batch, lineup = verification.batch, self._lineup
+        batch = verification.batch
         try:
-            stays = lineup is not None and lineup.sequences is batch.sequences
-            rows = lineup.rows if lineup is not None and stays else self._tables.rows(batch.sequences)
+            rows = self.rows(batch)
             self.program.state.verify(batch, rows)
             news = self.program.verify_step(rows, verification.drafts, verification.asked())
             return Flight(batch, rows, news, verification)
@@ -155,6 +154,12 @@ class Replayer:
         rows = flight.rows[alive]
         rounds, draws = flight.batch.rounds[alive], batch.starts + 1 - batch.prompts
         self.program.state.resume(rows, rounds, batch.starts, tokens, draws)
+
+    def rows(self, batch: DecodeBatch) -> NDArray[np.int64]:
+        """The rows int64 [n] of the members of a batch, which have some."""
+        lineup = self._lineup
+        stays = lineup is not None and lineup.sequences is batch.sequences
+        return lineup.rows if lineup is not None and stays else self._tables.rows(batch.sequences)
 
     def forget(self) -> None:
         """A launch has failed: what the device has may be anything."""

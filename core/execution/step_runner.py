@@ -240,7 +240,7 @@ class StepRunner:
             if plan.ahead and not plan.copies and self._host is None:
                 self._tables.update(plan.changed)
                 if plan.growth is not None:
-                    self._tables.grow(plan.growth)
+                    self._tables.grow(plan.growth, self._replayer.rows(plan.batch)[plan.growth.members])
             else:
                 self._make_ready(scheduler)
         except BaseException:

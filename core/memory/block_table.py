@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import groupby
@@ -16,30 +17,31 @@ LEAF_PAGES = 128
 
 class Leaf:
     """Up to ``LEAF_PAGES`` pages, and the number of tables that hold the leaf. Page 0 is a hole: a page that was let
-    go of because nobody sees it any more. ``pages`` begin a row that has room for all: one more costs no copy."""
+    go of because nobody sees it any more. ``row`` has room for all, of which ``count`` are there: one more is one
+    number that is written, and no array is made for it."""
 
-    __slots__ = ("_row", "pages", "tables")
+    __slots__ = ("count", "row", "tables")
 
     def __init__(self, pages: Pages) -> None:
-        self._row = np.empty(LEAF_PAGES, np.int32)
-        self.pages = self._row[:0]
-        self.extend(pages)
+        self.row = array("i", bytes(4 * LEAF_PAGES))
+        self.count = 0
         self.tables = 1
+        self.extend(pages)
+
+    @property
+    def pages(self) -> Pages:
+        """The pages themselves, int32 [count], to be read and written."""
+        return np.frombuffer(self.row, np.int32, self.count)
 
     def extend(self, pages: Pages) -> None:
         """Add pages at the end; there is room for them."""
-        before = len(self.pages)
-        self.pages = self._row[: before + len(pages)]
+        before, self.count = self.count, self.count + len(pages)
         self.pages[before:] = pages
-
-    def append(self, page: int) -> None:
-        before = len(self.pages)
-        self._row[before] = page
-        self.pages = self._row[: before + 1]
 
     @property
     def listed(self) -> Pages:
-        return self.pages[self.pages > 0]
+        pages = self.pages
+        return pages[pages > 0]
 
 
 class BlockTable:
@@ -59,6 +61,8 @@ class BlockTable:
     layers of the group. ``stale_from`` is the first page whose entries on the device differ from this table;
     ``first_page`` is the first that is no hole.
     """
+
+    __slots__ = ("_pool", "_root", "first_page", "n_pages", "slices", "stale_from")
 
     def __init__(self, pool: PagePool, slices: int = 1) -> None:
         self._pool = pool
@@ -81,7 +85,7 @@ class BlockTable:
 
     def page(self, number: int) -> int:
         """One page by its first unit; 0 is a hole."""
-        return self._root[number // LEAF_PAGES].pages.item(number % LEAF_PAGES)
+        return self._root[number // LEAF_PAGES].row[number % LEAF_PAGES]
 
     @property
     def held(self) -> Pages:
@@ -93,7 +97,7 @@ class BlockTable:
         """The last unit of the last page, if its units lie side by side: more pages had better come right after it."""
         if self.first_page == self.n_pages:
             return None
-        last = int(self._root[-1].pages[-1])
+        last = self._root[-1].row[self._root[-1].count - 1]
         return last + int(self._pool.size[last]) - 1
 
     def entries(self, start: int, stop: int, layout: PageLayout) -> Units:
@@ -122,9 +126,13 @@ class BlockTable:
 
     def append_page(self, page: int) -> None:
         """The same of one page, which is no hole."""
-        if self.n_pages % LEAF_PAGES:
+        at = self.n_pages % LEAF_PAGES
+        if at:
             leaf = self._root[-1]
-            (leaf if leaf.tables == 1 else self._own_leaf(len(self._root) - 1)).append(page)
+            if leaf.tables > 1:
+                leaf = self._own_leaf(len(self._root) - 1)
+            leaf.row[at] = page
+            leaf.count = at + 1
         else:
             self._root.append(Leaf(np.array([page], np.int32)))
         self.n_pages += 1
@@ -158,7 +166,7 @@ class BlockTable:
     def copy_needed(self, page: int) -> bool:
         """Whether a write to logical ``page`` takes a fresh page first."""
         leaf = self._root[page // LEAF_PAGES]
-        return leaf.tables > 1 or int(self._pool.refs[leaf.pages[page % LEAF_PAGES]]) > 1
+        return leaf.tables > 1 or int(self._pool.refs[leaf.row[page % LEAF_PAGES]]) > 1
 
     def copy_on_write(self, page: int) -> Units:
         """Put a fresh page in place of a shared one; gives (source, destination) units int32 [k, 2], to be copied
@@ -167,10 +175,10 @@ class BlockTable:
         Precondition: ``copy_needed(page)`` and as many units are available.
         """
         leaf = self._own_leaf(page // LEAF_PAGES)
-        source = leaf.pages[page % LEAF_PAGES : page % LEAF_PAGES + 1].copy()
+        source = np.array([leaf.row[page % LEAF_PAGES]], np.int32)
         size = int(self._pool.size[source[0]])
         fresh = self._pool.allocate(1, size)
-        leaf.pages[page % LEAF_PAGES] = fresh[0]
+        leaf.row[page % LEAF_PAGES] = int(fresh[0])
         pairs = np.stack([self._pool.units_of(source, size)[0], self._pool.units_of(fresh, size)[0]], axis=1)
         self._pool.release(source)
         self.stale_from = min(self.stale_from, page)
@@ -181,9 +189,10 @@ class BlockTable:
         while self.first_page < min(page, self.n_pages):
             leaf = self._own_leaf(self.first_page // LEAF_PAGES)
             start = self.first_page % LEAF_PAGES
-            stop = min(len(leaf.pages), start + page - self.first_page)
-            self._pool.release(leaf.pages[start:stop][::-1].copy())
-            leaf.pages[start:stop] = 0
+            stop = min(leaf.count, start + page - self.first_page)
+            passed = leaf.pages[start:stop]
+            self._pool.release(passed[::-1].copy())
+            passed[:] = 0
             self.stale_from = min(self.stale_from, self.first_page)
             self.first_page += stop - start
 
@@ -194,8 +203,8 @@ class BlockTable:
             kept = max(0, pages - (len(self._root) - 1) * LEAF_PAGES)
             gone = leaf.pages[kept:][::-1]
             self._pool.release(gone[gone > 0])
-            self.n_pages -= len(leaf.pages) - kept
-            leaf.pages = leaf.pages[:kept]
+            self.n_pages -= leaf.count - kept
+            leaf.count = kept
             if kept == 0:
                 self._root.pop()
         self.first_page = min(self.first_page, self.n_pages)
@@ -236,7 +245,7 @@ def check_tables(tables: Iterable[BlockTable], pool: PagePool, split: Units | No
     holders: Counter[int] = Counter()
     leaves: dict[int, Leaf] = {}
     for table in tables:
-        if sum(len(leaf.pages) for leaf in table._root) != table.n_pages:
+        if sum(leaf.count for leaf in table._root) != table.n_pages:
             raise AssertionError(f"a table of {table.n_pages} pages lists another number")
         holes = np.flatnonzero(table.pages() == 0)
         if not np.array_equal(holes, np.arange(table.first_page)):

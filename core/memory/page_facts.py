@@ -35,7 +35,7 @@ class FactsBook:
 
     def publish(
         self,
-        pages: Pages,
+        pages: NDArray[np.integer],
         priority: NDArray[np.int64] | int,
         recompute_s: NDArray[np.float64] | float,
         nbytes: NDArray[np.int64] | int,

@@ -182,16 +182,15 @@ class PagePool:
 
     def _given_out(self, units: Units, count: int, size: int) -> Pages:
         """Pages, held once each, of units that are free no longer."""
+        last = at = units.astype(np.intp)  # numpy converts other index types far more slowly itself
         if size > 1:
             rows = units.reshape(count, size)
             self._following[rows[:, :-1]] = rows[:, 1:]
-            units = rows[:, 0].copy()
-            self._following[rows[:, -1]] = 0
-        else:
-            self._following[units] = 0
-        self.refs[units] = 1
-        self.size[units] = size
-        self.generation[units] += 1
+            units, at, last = rows[:, 0].copy(), at[::size], at[size - 1 :: size]
+        self._following[last] = 0
+        self.refs[at] = 1
+        self.size[at] = size
+        self.generation[at] += 1
         self.held_peak = max(self.held_peak, self.held_units)
         return units
 
@@ -257,7 +256,7 @@ class PagePool:
             self._idle.published_each(pages, [node.id for node in nodes], parents)
         else:
             self._idle.published_each(pages, [self.index.new_number() for _ in pages], [0] * len(pages))
-        numbers = np.array(pages, np.int32)
+        numbers = np.array(pages, np.intp)
         self._findable[numbers] = True
         nbytes = self.size[numbers].astype(np.int64) * self.unit_bytes
         self.book.publish(numbers, np.array(priorities, np.int64), np.array(recompute_s), nbytes)

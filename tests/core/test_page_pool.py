@@ -330,15 +330,15 @@ class TestBlockTable:
         pool = pool_of(8192)
         table = BlockTable(pool)
         table.append(pool.allocate(8192))
-        pages = [leaf.pages for leaf in table._root]
+        rows = [leaf.row for leaf in table._root]
         for leaf in table._root:
-            leaf.pages = None
+            leaf.row = None
         table._pool = None
         twin = table.fork()
         assert [leaf.tables for leaf in twin._root] == [2] * 64 and twin._root == table._root
         table._pool = twin._pool = pool
-        for leaf, listed in zip(table._root, pages, strict=True):
-            leaf.pages = listed
+        for leaf, row in zip(table._root, rows, strict=True):
+            leaf.row = row
         check_tables([table, twin], pool)
 
     @pytest.mark.parametrize(
