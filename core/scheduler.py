@@ -11,6 +11,7 @@ import numpy as np
 from octavo.core.config import EngineConfig
 from octavo.core.encoding.sources import find_nodes, lent_entries, place_loans
 from octavo.core.execution.decode_batch import DecodeBatch
+from octavo.core.execution.token_list import NO_LOG
 from octavo.core.execution.verification import Verification
 from octavo.core.inspection.trace_recorder import TraceRecorder
 from octavo.core.memory.block_table import append_pages
@@ -259,6 +260,7 @@ class Scheduler:
         """Let a running sequence keep its pages while it has nothing to compute."""
         self._stop(sequence)
         sequence.unread = 0  # nobody reads what is drawn behind its end
+        sequence.tokens.follow(NO_LOG)  # which would otherwise be kept as long as the sequence
         self.parked.append(sequence)
         if self.recorder is not None:
             self.recorder.parked(sequence)

@@ -17,6 +17,7 @@ from octavo.core.encoding.pieces import pieces, reach, reused
 from octavo.core.encoding.sources import source_request
 from octavo.core.execution.drafts import UNREAD, Drafts
 from octavo.core.execution.pace import Paced
+from octavo.core.execution.token_list import TokenList
 from octavo.core.hosting.shelf import Shelf
 from octavo.core.interfaces import PrefillPattern
 from octavo.core.memory.block_table import BlockTable
@@ -88,7 +89,7 @@ class Sequence(Paced):
     last. Pages that come after the first point are never findable.
     """
 
-    def __init__(self, request: Request, sample: int, tokens: SharedList[int], pool: PagePool, plan: LayerPlan) -> None:
+    def __init__(self, request: Request, sample: int, tokens: TokenList, pool: PagePool, plan: LayerPlan) -> None:
         super().__init__()
         self.request = request
         self.sample = sample
@@ -435,7 +436,7 @@ class Sequence(Paced):
         """The sequence by which the KV of a reused image is found, or computed if it is not there."""
         if span.start not in self.sources:
             request = source_request(self, span)
-            source = Sequence(request, -1, SharedList(request.prompt, [0]), self._pool, self._plan)
+            source = Sequence(request, -1, TokenList(request.prompt, [0]), self._pool, self._plan)
             source.forced, source.serves = True, self
             self.sources[span.start] = source
         return self.sources[span.start]
@@ -468,12 +469,12 @@ class Sequence(Paced):
             return
         layout, begin, end = self.layout, self.layout.first_token(first), self.layout.end_token(stop - 1)
         if layout.uniform and (self.request.method is None or end <= self.sparse_spans[0].start):
-            for tokens in np.array(self.tokens[begin:end], np.int32).reshape(stop - first, -1):
+            for tokens in self.tokens.ids(begin, end).reshape(stop - first, -1):
                 yield tokens, "", ()
             return
         before, past = (layout.first_entry(page) * layout.unit_tokens for page in (first, stop))
         slots = np.full(past - before, -1, np.int32)
-        slots[layout.slots(begin, end) - before] = self.tokens[begin:end]
+        slots[layout.slots(begin, end) - before] = self.tokens.ids(begin, end)
         at = 0
         for page in range(first, stop):
             tokens = slots[at : at + layout.page_slots(page)]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, MutableSequence, Sequence
 from itertools import chain
-from typing import TypeVar, overload
+from typing import Self, TypeVar, overload
 
 T = TypeVar("T")
 
@@ -16,19 +16,16 @@ class SharedList(Sequence[T]):
         parent   [ prompt ][ up to the first fork ][ own ]
         fork     [ prompt ][ up to the first fork ][ own ]
 
-    ``begin`` is such a piece from the start: its owner must leave it as it is. Its own items always lie in the same
-    list, so that ``append`` is that list's, with no call in between: each token that is drawn is one.
+    ``begin`` is such a piece from the start: its owner must leave it as it is.
     """
 
-    __slots__ = ("_own", "_pieces", "_shared", "_starts", "append")
-    append: Callable[[T], None]
+    __slots__ = ("_own", "_pieces", "_shared", "_starts")
 
     def __init__(self, begin: Sequence[T] = (), end: Sequence[T] = ()) -> None:
         self._pieces: tuple[Sequence[T], ...] = (begin,) if len(begin) else ()
         self._starts: tuple[int, ...] = (0,) * len(self._pieces)
         self._shared = len(begin)
-        self._own = list(end)
-        self.append = self._own.append
+        self._own: MutableSequence[T] = list(end)
 
     def __len__(self) -> int:
         return self._shared + len(self._own)
@@ -41,19 +38,21 @@ class SharedList(Sequence[T]):
     @overload
     def __getitem__(self, index: slice) -> list[T]: ...
     def __getitem__(self, index: int | slice) -> T | list[T]:
-        length = self._shared + len(self._own)
+        own, shared = self._own, self._shared
+        length = shared + len(own)
         if not isinstance(index, slice):
             at = index if index >= 0 else index + length
-            return self._own[at - self._shared] if at >= self._shared else self._item(at)
+            return own[at - shared] if at >= shared else self._item(at)
         start, stop, step = index.indices(length)
         assert step == 1, "it is read in order"
-        if start >= self._shared:
-            return self._own[start - self._shared : max(start, stop) - self._shared]
         found: list[T] = []
-        for first, piece in zip(self._starts, self._pieces, strict=True):
-            if first < stop and start < first + len(piece):
-                found += piece[max(0, start - first) : stop - first]
-        return found + self._own[: max(0, stop - self._shared)]
+        if start < shared:
+            for first, piece in zip(self._starts, self._pieces, strict=True):
+                if first < stop and start < first + len(piece):
+                    found += piece[max(0, start - first) : stop - first]
+            start = shared
+        found += own[start - shared : max(start, stop) - shared]
+        return found
 
     def _item(self, at: int) -> T:
         """One of the shared items."""
@@ -62,16 +61,19 @@ class SharedList(Sequence[T]):
         piece = bisect_right(self._starts, at) - 1
         return self._pieces[piece][at - self._starts[piece]]
 
-    def extend(self, items: list[T]) -> None:
-        self._own += items
+    def append(self, item: T) -> None:
+        self._own.append(item)
 
-    def fork(self) -> SharedList[T]:
+    def extend(self, items: list[T]) -> None:
+        self._own.extend(items)
+
+    def fork(self) -> Self:
         """A list of the same items; what this one has of its own so far is copied, once, and shared from now on."""
         if self._own:
-            self._pieces += (self._own.copy(),)
+            self._pieces += (self._own[:],)
             self._starts += (self._shared,)
             self._shared += len(self._own)
-            self._own.clear()
-        twin: SharedList[T] = SharedList()
+            del self._own[:]
+        twin = type(self)()
         twin._pieces, twin._starts, twin._shared = self._pieces, self._starts, self._shared
         return twin

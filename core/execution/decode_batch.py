@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from octavo.core.execution import token_list
 from octavo.core.execution.drafts import UNREAD
 from octavo.core.execution.pace import Pace
+from octavo.core.execution.token_list import TokenList, TokenLog
 from octavo.core.interfaces import SparseMethod
 from octavo.core.memory.block_table import BlockTable
 from octavo.core.sequence import NEVER, Sequence
@@ -32,7 +34,7 @@ class DecodeBatch:
         sequences  [n]             the same list as long as nobody leaves
         names      [n]             their requests' ids
         samples    [n]             and which samples of these they are
-        appends    [n]             what takes in their tokens
+        tokens     [n]             their tokens so far
         tables     [n]             their first block tables
         starts     int64 [n]       the position of the token that is computed
         drafting   bool  [n]       it is for a draft
@@ -51,13 +53,13 @@ class DecodeBatch:
         chooser    int64 [n]       which of ``methods`` chooses the pages that it reads; 0, which is None, reads all
         whole      int64 [n]       so many tokens are read whole all the same
 
-    ``pace`` is that of these very members (``octavo.core.execution.pace``).
+    ``pace`` and ``log`` are those of these very members (``pace.py``, ``token_list.py``).
     """
 
     sequences: list[Sequence]
     names: list[str]
     samples: list[int]
-    appends: list[Callable[[int], None]]
+    tokens: list[TokenList]
     tables: list[BlockTable]
     starts: NDArray[np.int64]
     drafting: NDArray[np.bool_]
@@ -76,6 +78,7 @@ class DecodeBatch:
     whole: NDArray[np.int64]
     methods: tuple[SparseMethod | None, ...]
     pace: Pace = field(default_factory=Pace)
+    log: TokenLog = field(default_factory=TokenLog)
 
     @classmethod
     def of(cls, chunks: list[Chunk], whole_tokens: Callable[[SparseMethod], int]) -> DecodeBatch:
@@ -116,7 +119,7 @@ class DecodeBatch:
             sequences=members,
             names=[sequence.request.request_id for sequence in members],
             samples=[sequence.sample for sequence in members],
-            appends=[sequence.tokens.append for sequence in members],
+            tokens=[sequence.tokens for sequence in members],
             tables=[sequence.table for sequence in members],
             starts=starts,
             drafting=np.array([chunk.draft for chunk in chunks]),
@@ -144,6 +147,17 @@ class DecodeBatch:
         """Whether some of the tokens are for drafts."""
         return bool(self.drafting.any())
 
+    @cached_property
+    def ends(self) -> NDArray[np.int64]:
+        """The first position of each that is not simply the next one, int64 [n]."""
+        return np.minimum(self.stops, self.halts)
+
+    @cached_property
+    def logs(self) -> bool:
+        """Whether tokens had better wait in the log: of few sequences they are appended sooner, and where somebody
+        looks at each of them it would be read at once."""
+        return len(self) >= token_list.LEAST and not self.closely.any()
+
     def at(self, starts: NDArray[np.int64]) -> DecodeBatch:
         """The same members at other positions."""
         moved = object.__new__(DecodeBatch)
@@ -156,7 +170,7 @@ class DecodeBatch:
         if not self.sequences:
             return None
         moved = self.at(self.starts + 1)
-        if (moved.starts < self.stops).all() and (moved.starts < self.halts).all():
+        if (moved.starts < self.ends).all():
             return moved
         going = moved.starts < self.stops
         if (going & (moved.starts >= self.halts)).any():
@@ -167,8 +181,8 @@ class DecodeBatch:
         """Some of its members; the very same batch if all of them."""
         if which.all():
             return self
-        stays, kept = which.tolist(), dict[str, Any](pace=Pace())
-        for name in [f.name for f in fields(self) if f.name not in ("methods", "pace")]:
+        stays, kept = which.tolist(), dict[str, Any](pace=Pace(), log=TokenLog())
+        for name in [f.name for f in fields(self) if f.name not in ("methods", "pace", "log")]:
             column = getattr(self, name)
             kept[name] = column[which] if isinstance(column, np.ndarray) else list(compress(column, stays))
         return replace(self, **kept)
@@ -204,9 +218,8 @@ class DecodeBatch:
 
     def take(self, tokens: NDArray[np.int64]) -> None:
         """Let the members have the tokens int64 [n] that this step has drawn."""
-        if not self.drafts:
-            for append, token in zip(self.appends, tokens.tolist(), strict=True):
-                append(token)
+        if self.logs and not self.drafts:
+            self.log.take(self.tokens, tokens)
             return
         for sequence, token, draft in zip(self.sequences, tokens.tolist(), self.drafting.tolist(), strict=True):
             if draft:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from octavo.core.execution.token_list import TokenList
 from octavo.core.sequence import Sequence
-from octavo.core.shared_list import SharedList
 
 if TYPE_CHECKING:
     from octavo.core.engine import Engine
@@ -17,7 +17,7 @@ def fork_samples(engine: Engine, first: Sequence) -> list[Sequence]:
     children = []
     while request.unforked:
         request.unforked -= 1
-        child = Sequence(request, len(request.sequences), SharedList(request.prompt), engine._pool, engine._plan)
+        child = Sequence(request, len(request.sequences), TokenList(request.prompt), engine._pool, engine._plan)
         child.adopt_prefix(first)
         engine._enter(request, child)
         if not engine._scheduler.run(child):

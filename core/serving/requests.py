@@ -13,13 +13,13 @@ from octavo.core.compression.refusals import compressor_of, require_compression,
 from octavo.core.config import SamplingParams
 from octavo.core.encoding.reusing import extended, validate_reused
 from octavo.core.execution.drafts import DraftRule
+from octavo.core.execution.token_list import TokenList
 from octavo.core.hosting.refusals import hosting_of, require_host_room, require_host_tier
 from octavo.core.interfaces import Drafter, SegmentReuse, SparseMethod
 from octavo.core.memory.page_layout import PageLayout
 from octavo.core.memory.prefix_cache import root_key
 from octavo.core.request import Request
 from octavo.core.sequence import Sequence
-from octavo.core.shared_list import SharedList
 
 if TYPE_CHECKING:
     from octavo.core.engine import Engine
@@ -155,7 +155,7 @@ def accept(
         engine, tokens, params, request_id, method, priority, salt, None, layout, unseen_tokens, token_prior
     )
     request.streamed = streamed
-    sequence = Sequence(request, 0, SharedList(request.prompt), engine._pool, engine._plan)
+    sequence = Sequence(request, 0, TokenList(request.prompt), engine._pool, engine._plan)
     with interrupts.held():
         engine._enter(request, sequence)
         engine._scheduler.add(sequence)

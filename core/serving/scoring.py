@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 from octavo.core.config import SamplingParams
 from octavo.core.encoding.reusing import extended
 from octavo.core.errors import CapacityError
+from octavo.core.execution.token_list import TokenList
 from octavo.core.inspection import capacity_report
 from octavo.core.interfaces import SegmentReuse, SparseMethod
 from octavo.core.sequence import Sequence as TokenSequence
 from octavo.core.serving.prompts import Prompt
 from octavo.core.serving.requests import new_request
-from octavo.core.shared_list import SharedList
 
 if TYPE_CHECKING:
     from octavo.core.engine import Engine
@@ -38,7 +38,7 @@ def score_many(
         request = new_request(engine, prefix, params, None, method, 0, None, len(forced), layout, unseen_tokens, prior)
         requests.append((request, forced))
     for request, forced in requests:
-        sequence = TokenSequence(request, 0, SharedList(request.prompt, forced), engine._pool, engine._plan)
+        sequence = TokenSequence(request, 0, TokenList(request.prompt, forced), engine._pool, engine._plan)
         sequence.forced = True
         sequence.logprobs_from = len(request.prompt)
         engine._enter(request, sequence)

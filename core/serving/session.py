@@ -15,6 +15,7 @@ from octavo.core.compression.kept_set import Point
 from octavo.core.config import SamplingParams
 from octavo.core.encoding.pieces import reused
 from octavo.core.encoding.reusing import extended
+from octavo.core.execution.token_list import TokenList
 from octavo.core.interfaces import SegmentReuse, SparseMethod
 from octavo.core.outputs import Completion, StepOutput
 from octavo.core.request import Request
@@ -23,7 +24,6 @@ from octavo.core.sequence import SparseSpan
 from octavo.core.serving.producing import Produced, Producer, TurnState, checked, refusal
 from octavo.core.serving.requests import new_request, require_room
 from octavo.core.serving.turn import MARKER, Turn
-from octavo.core.shared_list import SharedList
 
 if TYPE_CHECKING:
     from octavo.core.engine import Engine
@@ -109,7 +109,7 @@ class Session:
     def _begin(self, request: Request) -> None:
         """Enter a turn, or a leg of one, on the pages that are left."""
         engine = self._engine
-        sequence = TokenSequence(request, 0, SharedList(request.prompt), engine._pool, engine._plan)
+        sequence = TokenSequence(request, 0, TokenList(request.prompt), engine._pool, engine._plan)
         if request.compressor is not None and request.compressor.renews:
             self._spans, self._points = [], []  # a turn sees all of the earlier ones, which are text by now
         if request.method is not None:

@@ -12,6 +12,7 @@ import torch
 from octavo.core import SamplingParams
 from octavo.core.execution import device_tables
 from octavo.core.execution.device_tables import DeviceTables
+from octavo.core.execution.token_list import TokenList
 from octavo.core.memory.block_table import BlockTable
 from octavo.core.sequence import Sequence
 from octavo.core.serving.requests import new_request
@@ -291,7 +292,7 @@ def test_pages_that_a_drawing_method_shaped_belong_to_its_seed(make_llama, engin
     keys = []
     for seed in (1, 2):
         request = new_request(engine, prompt, SamplingParams(seed=seed), None, drawing, 0, None)
-        keys.append(Sequence(request, 0, prompt + shaped, engine._pool, engine._plan).keys(12))
+        keys.append(Sequence(request, 0, TokenList(prompt + shaped), engine._pool, engine._plan).keys(12))
     assert [one == other for one, other in zip(*keys, strict=True)] == [True] * 11 + [False]
 
 

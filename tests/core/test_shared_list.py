@@ -1,16 +1,19 @@
 """A list in all that the engine asks of it, with beginnings that forks share."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from octavo.core.execution.token_list import TokenList
 from octavo.core.shared_list import SharedList
 
 ids = st.lists(st.integers(0, 9), max_size=6)
 
 
+@pytest.mark.parametrize("kind", [SharedList, TokenList])
 @given(st.lists(ids, max_size=4), st.integers(-14, 14), st.integers(-14, 14))
-def test_it_reads_like_a_list_after_any_forks(pieces, start, stop):
-    items, want = SharedList(pieces[0] if pieces else []), list(pieces[0] if pieces else [])
+def test_it_reads_like_a_list_after_any_forks(kind, pieces, start, stop):
+    items, want = kind(pieces[0] if pieces else []), list(pieces[0] if pieces else [])
     for piece in pieces[1:]:
         items = items.fork()
         for item in piece:
@@ -22,9 +25,10 @@ def test_it_reads_like_a_list_after_any_forks(pieces, start, stop):
         assert items[index] == want[index]
 
 
-def test_forks_go_their_own_ways_and_share_the_rest():
+@pytest.mark.parametrize("kind", [SharedList, TokenList])
+def test_forks_go_their_own_ways_and_share_the_rest(kind):
     begin = [1, 2, 3]
-    first = SharedList(begin, [4])
+    first = kind(begin, [4])
     second = first.fork()
     first.append(5)
     second.append(6)

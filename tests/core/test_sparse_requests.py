@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from octavo.core import SamplingParams
+from octavo.core.execution.token_list import TokenList
 from octavo.core.interfaces import PagesRead, Selection
 from octavo.core.sequence import NEVER, SparseSpan
 from octavo.core.sequence import Sequence as TokenSequence
@@ -143,7 +144,7 @@ class TestProvenance:
         keys = []
         for spans in (first, second):
             request = new_request(engine, tokens(20), None, None, None, 0, None)
-            sequence = TokenSequence(request, 0, tokens(20), engine._pool, engine._plan)
+            sequence = TokenSequence(request, 0, TokenList(tokens(20)), engine._pool, engine._plan)
             sequence.sparse_spans = [SparseSpan(*span) for span in spans]
             keys.append(sequence.keys(5))
         assert [one == other for one, other in zip(*keys, strict=True)] == same

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from octavo.core import SamplingParams
+from octavo.core.execution.token_list import TokenList
 from octavo.core.memory.layer_groups import LayerPlan
 from octavo.core.memory.page_layout import PageLayout
 from octavo.core.memory.page_pool import PagePool
@@ -15,7 +16,6 @@ from octavo.core.memory.prefix_cache import PrefixCache, root_key
 from octavo.core.policies import ALLOCATORS, EVICTIONS, FixedPages
 from octavo.core.request import Request
 from octavo.core.sequence import Sequence
-from octavo.core.shared_list import SharedList
 
 TOKENS, PAGE, FORKS = 131_072, 16, 2_000
 
@@ -26,7 +26,7 @@ def long_sequence() -> tuple[PagePool, Sequence]:
     prompt = np.random.default_rng(0).integers(0, 50_000, TOKENS).tolist()
     layout = PageLayout([], {"text": FixedPages(PAGE)}, PAGE)
     request = Request("long", prompt, SamplingParams(), None, 0, 0, 0, root_key(), layout, 0, 2 * TOKENS, frozenset())
-    sequence = Sequence(request, 0, SharedList(prompt), pool, LayerPlan.of((0,)))
+    sequence = Sequence(request, 0, TokenList(prompt), pool, LayerPlan.of((0,)))
     sequence.table.append(pool.allocate(TOKENS // PAGE))
     parent = request.root
     contents = sequence.contents(0, TOKENS // PAGE)
