@@ -122,7 +122,7 @@ def engine(
     """
     from octavo.core import Engine
 
-    _spare_collections()
+    _spare_model()
     try:
         return Engine(model, tokenizer, engine_config(config.engine), encoders=encoders, reuse=reuse)
     except ConfigError:
@@ -132,9 +132,14 @@ def engine(
 
 
 @cache
-def _spare_collections() -> None:
-    """What is there when the first engine is built, torch, transformers and a model, stays until the end. A full
-    garbage collection that looks through it takes up to a second, in the middle of whatever is being timed."""
+def _spare_model() -> None:
+    spare_collections()
+
+
+def spare_collections() -> None:
+    """Let garbage collections pass over all that is there now, which stays until the end: torch, transformers and a
+    model when the first engine is built; the code that is compiled for it, as many objects again, once it is warm. A
+    full collection that looks through them takes up to a second, in the middle of whatever is being timed."""
     gc.freeze()
 
 

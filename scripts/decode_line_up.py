@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from octavo.scripts import model_shapes
+from octavo.scripts import build, model_shapes
 from octavo.scripts.decode_shapes import StepShape
 from octavo.scripts.schema_decode import EXECUTIONS, DecodeStep
 from octavo.scripts.workloads import Workload
@@ -79,6 +79,8 @@ def free() -> None:
     """Give back the memory of whom nobody refers to any more."""
     import torch
 
+    gc.unfreeze()  # who was warm may go, too
     gc.collect()
+    build.spare_collections()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

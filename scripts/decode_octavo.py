@@ -63,6 +63,7 @@ class Octavo:
 
     def warm_up(self, shape: StepShape, method: SparseMethod | None = None) -> None:
         self._run(shape, 2, seed=0, method=method)
+        build.spare_collections()
 
     def stretch(self, shape: StepShape, seed: int, method: SparseMethod | None = None) -> Stretch:
         return self._run(shape, shape.new_tokens, seed, method)

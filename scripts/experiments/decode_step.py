@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any
 
-from octavo.scripts import model_shapes, report, workloads
+from octavo.scripts import build, model_shapes, report, workloads
 from octavo.scripts.decode_floor import Floor, measure_rates
 from octavo.scripts.decode_line_up import Entrant, Models, free, line_up
 from octavo.scripts.decode_rows import MIXED, bars, floor_of, rows
@@ -137,6 +137,7 @@ def _batches(contender: Server, mixed: Workload | None, left: Sequence[tuple[str
         return
     with waiting(f"{MIXED}: warming up"):
         contender.serve(mixed.cut(len(mixed.prompts), mixed.longest, WARM_TOKENS))
+        build.spare_collections()
     for number in rounds:
         load = _load()
         facts = {

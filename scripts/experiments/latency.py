@@ -64,6 +64,7 @@ def run(config: Latency, run: Run) -> None:
         if any(contender is next_one for _, next_one in left):
             with waiting(f"{who(contender.name, contender.method)}: warming up"):
                 contender.serve(timed(workloads.warm_up(workload, model), None, config.seed), Clock())
+    build.spare_collections()
     with counting(config.experiment, len(passes), len(passes) - len(left)) as advance:
         for rate, contender in left:
             run.add(_pass(contender, rate, _requests(config, workload, rate)))

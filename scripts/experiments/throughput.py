@@ -96,6 +96,7 @@ def _race(
         with waiting(f"{workload.name}: warming up"):
             for contender in contenders:
                 contender.run(workloads.warm_up(workload, model))
+            build.spare_collections()
     for number in range(config.repeats):
         if number in left:
             # Handed in together: half a round in one process and half in another would be no comparison.

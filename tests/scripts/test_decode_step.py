@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from octavo.core.execution.downloads import Download
-from octavo.scripts import decode_octavo, machine_load, model_shapes, workloads
+from octavo.scripts import build, decode_octavo, machine_load, model_shapes, workloads
 from octavo.scripts.decode_floor import DeviceRates, Floor, measure_rates
-from octavo.scripts.decode_line_up import Models, line_up
+from octavo.scripts.decode_line_up import Models, free, line_up
 from octavo.scripts.decode_octavo import Octavo, most_tokens
 from octavo.scripts.decode_rivals import VLLM, BySlope, Transformers
 from octavo.scripts.decode_rows import bars, rows
@@ -343,3 +343,17 @@ def test_every_execution_takes_part_on_a_gpu() -> None:
     for device, expected in (("cuda", ["eager", "graph", "compiled", ""]), ("cpu", ["eager", "graph", ""])):
         entrants, absent = line_up(config, device, Models(config), [], None)
         assert [entrant.execution for entrant in entrants] == expected and not absent
+
+
+def test_garbage_collections_pass_over_who_is_warm_until_it_is_given_back():
+    class Cycle:
+        def __init__(self):
+            self.itself = self
+
+    warm = weakref.ref(Cycle())
+    build.spare_collections()
+    gc.collect()
+    assert warm() is not None
+    free()
+    assert warm() is None and gc.get_freeze_count() > 0
+    gc.unfreeze()
