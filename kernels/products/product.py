@@ -20,16 +20,13 @@ types, and a CPU, have torch's own.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import cache, lru_cache, partial
-from hashlib import sha256
-from pathlib import Path
+from functools import lru_cache, partial
 from statistics import median
 from typing import Any
 
@@ -37,14 +34,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octavo.kernels.cache_dir import cache_dir, put
 from octavo.kernels.hopper import product_streams as streams
 from octavo.kernels.hopper import product_tiles as tiles
 from octavo.kernels.hopper import product_waves as waves
-from octavo.kernels.hopper.compiler import HERE, usable
-from octavo.kernels.products import cublaslt
+from octavo.kernels.products import cublaslt, kept
 from octavo.kernels.products.cublaslt import Product, Shape
-from octavo.kernels.triton.settings import chip
 
 log = logging.getLogger(__name__)
 
@@ -213,12 +207,12 @@ def _choose(key: tuple[int, Shape], calls: list[Call]) -> Run:
     proposals, name = _proposals(device, shape), str(shape)
     if not proposals:
         raise RuntimeError("nothing is proposed")
-    kept = _kept(device).get(name)
+    known = kept.choices(device).get(name)
     best, best_s = None, float("inf")
     out = torch.empty((shape.rows, shape.given), dtype=shape.dtype, device=calls[0][0].device)
-    if isinstance(kept, str) and kept in proposals:
+    if isinstance(known, str) and known in proposals:
         with suppress(RuntimeError):  # no longer, and another one is chosen
-            run = proposals[kept].run
+            run = proposals[known].run
             run(*calls[0], out)  # a kernel cannot be loaded while a graph is captured, which comes next
             return run
     _prepare(proposals, calls[0])
@@ -234,7 +228,7 @@ def _choose(key: tuple[int, Shape], calls: list[Call]) -> Run:
     if best is None:
         raise RuntimeError(f"none of {len(proposals)} proposals runs")
     log.info("%s: %s of %d proposals, %.1f us", name, best, len(proposals), 1e6 * best_s / len(calls))
-    _keep(device, name, best)
+    kept.add(device, name, best)
     return proposals[best].run
 
 
@@ -294,36 +288,6 @@ def _replayed(graph: torch.cuda.CUDAGraph, often: int) -> float:
     end.record()
     end.synchronize()
     return 1e-3 * begin.elapsed_time(end) / often
-
-
-def _file(device: int) -> Path:
-    card = torch.device("cuda", device)
-    own = f"-{_own_kernels()}" if usable(card) else ""
-    return cache_dir() / f"products-{chip(card)}-{cublaslt.version()}{own}.json"
-
-
-@cache
-def _own_kernels() -> str:
-    """A name for octavo's own proposals: where a kernel or a way has changed, all is chosen anew."""
-    files = [file.read_text() for kind in ("product*.cu", "*.h") for file in sorted(HERE.glob(kind))]
-    return sha256("\0".join([*files, repr(streams.WAYS), repr(tiles.TILINGS)]).encode()).hexdigest()[:12]
-
-
-def _kept(device: int) -> dict[str, object]:
-    """Proposals chosen so far, by other processes too, by shape, cuBLASLt's in hexadecimal digits: as the file says,
-    which may have been damaged."""
-    try:
-        found = json.loads(_file(device).read_text())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _keep(device: int, name: str, proposal: str) -> None:
-    """Add a choice to those that are kept by now."""
-    kept = {**_kept(device), name: proposal}
-    with suppress(OSError):  # a cache that cannot be written is none
-        put(_file(device), json.dumps(kept, indent=1).encode())
 
 
 _library = torch.library.Library("octavo", "FRAGMENT")

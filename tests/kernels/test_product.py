@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from octavo.kernels.hopper.compiler import usable
-from octavo.kernels.products import cublaslt
+from octavo.kernels.products import cublaslt, kept
 from octavo.kernels.products import product as products
 from octavo.kernels.products.product import choosing, gated_product, product
 
@@ -124,7 +124,7 @@ class TestChoosing:
         monkeypatch.setattr(products.tiles, "tilings", lambda *shape: [])
         monkeypatch.setattr(products.waves, "serves", lambda *shape: False)
         monkeypatch.setattr(products, "_seconds", seconds)
-        monkeypatch.setattr(products, "_file", lambda device: products.cache_dir() / "products.json")
+        monkeypatch.setattr(kept, "file", lambda device: kept.cache_dir() / "products.json")
 
     def test_the_fastest_that_runs_is_taken(self):
         with choosing():
@@ -174,35 +174,35 @@ class TestChoosing:
         monkeypatch.setattr(FakeProduct, "refused", 2)
         with choosing():
             product(*inputs())
-        assert the_choice()[1][0] == 3 and json.loads(products._file(0).read_text()) == {NAME: "03" * 64}
+        assert the_choice()[1][0] == 3 and json.loads(kept.file(0).read_text()) == {NAME: "03" * 64}
 
     @pytest.mark.parametrize(
         "text", ["", "[]", "{", *(json.dumps({name: kept}) for name in ("x", NAME) for kept in ("zz", 7, None))]
     )
     def test_a_damaged_file_is_no_choice(self, text):
-        products._file(0).parent.mkdir(parents=True, exist_ok=True)
-        products._file(0).write_text(text)
+        kept.file(0).parent.mkdir(parents=True, exist_ok=True)
+        kept.file(0).write_text(text)
         with choosing():
             product(*inputs())
         assert len(products._chosen) == 1
 
     def test_an_algorithm_that_is_no_longer_proposed_is_no_choice(self):
-        products._file(0).parent.mkdir(parents=True, exist_ok=True)
-        products._file(0).write_text(json.dumps({NAME: "ff" * 64}))
+        kept.file(0).parent.mkdir(parents=True, exist_ok=True)
+        kept.file(0).write_text(json.dumps({NAME: "ff" * 64}))
         with choosing():
             product(*inputs())
         _, algorithm = the_choice()
         assert algorithm[0] == 2
 
     def test_other_kernels_are_chosen_from_anew(self, monkeypatch):
-        products._own_kernels.cache_clear()
-        name = products._own_kernels()
-        products._own_kernels.cache_clear()
-        monkeypatch.setattr(products.tiles, "TILINGS", products.tiles.TILINGS[1:])
+        kept.own_kernels.cache_clear()
+        name = kept.own_kernels()
+        kept.own_kernels.cache_clear()
+        monkeypatch.setattr(kept.tiles, "TILINGS", kept.tiles.TILINGS[1:])
         try:
-            assert products._own_kernels() != name
+            assert kept.own_kernels() != name
         finally:
-            products._own_kernels.cache_clear()
+            kept.own_kernels.cache_clear()
 
     @pytest.mark.parametrize("error", [OSError("no libcublasLt"), RuntimeError("proposes nothing")], ids=str)
     def test_without_the_library_or_a_proposal_it_is_torch(self, monkeypatch, error):
@@ -242,7 +242,7 @@ class TestChoosing:
             with choosing():
                 product(*inputs())
             assert torch.equal(product(*inputs()), torch.ones(1, 3, 64))
-            assert json.loads(products._file(0).read_text()) == {NAME: "hopper: fast"}
+            assert json.loads(kept.file(0).read_text()) == {NAME: "hopper: fast"}
             products._chosen.clear()
         assert sorted(prepared) == ["fast", "slow"]  # once, as the second time the choice was kept
 
@@ -265,8 +265,8 @@ class TestChoosing:
         monkeypatch.setattr(FakeProduct, "refused", 9)
         with choosing():
             assert torch.equal(gated_product(x, weight, "silu"), want)
-        kept = json.loads(products._file(0).read_text())
-        assert len(products._chosen) == 2 and kept.popitem()[1] == names[gates] and len(kept) == 1
+        choices = json.loads(kept.file(0).read_text())
+        assert len(products._chosen) == 2 and choices.popitem()[1] == names[gates] and len(choices) == 1
         assert torch.equal(gated_product(x, weight, "silu"), torch.full_like(want, 7) if gates else want)
 
     def test_other_rows_than_those_asked_for_are_passed_over(self):
@@ -321,17 +321,17 @@ class TestChoosing:
         x, weight, residual = inputs()
         with choosing():
             product(x, weight, residual)
-        others = {**json.loads(products._file(0).read_text()), "another shape": "ff"}
-        products._file(0).write_text(json.dumps(others))
+        others = {**json.loads(kept.file(0).read_text()), "another shape": "ff"}
+        kept.file(0).write_text(json.dumps(others))
         with choosing():
             product(x, weight, None)
-        assert json.loads(products._file(0).read_text()).items() > others.items()
+        assert json.loads(kept.file(0).read_text()).items() > others.items()
 
     def test_what_another_process_has_chosen_meanwhile_is_taken(self):
         x, weight, residual = inputs()
         with choosing():
             product(x, weight, None)
-        products._file(0).write_text(json.dumps({NAME: FakeProduct(None, 0).proposals()[4].hex()}))
+        kept.file(0).write_text(json.dumps({NAME: FakeProduct(None, 0).proposals()[4].hex()}))
         with choosing():
             product(x, weight, residual)
         assert products._chosen[0, cublaslt.Shape(3, 64, 128, torch.bfloat16, True)].args[0][0] == 4
@@ -348,7 +348,7 @@ class TestChoosing:
         monkeypatch.setattr(FakeProduct, "refused", 0)
         with choosing():
             product(*inputs())
-        assert not products._chosen and not products._file(0).exists()
+        assert not products._chosen and not kept.file(0).exists()
 
     def test_two_threads_choose_apart(self):
         """The first ends while the second is within its block, and a third notes nothing of theirs."""
