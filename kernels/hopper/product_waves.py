@@ -26,7 +26,8 @@ _BEGINNING = 16  # outputs that a tile could have in the time which it takes to 
 
 def serves(device: torch.device, rows: int, outputs: int, inputs: int, gate: str = "") -> bool:
     """Whether ``run`` multiplies ``rows`` rows on a device."""
-    return rows >= LEAST_ROWS and outputs % (16 if gate else 8) == inputs % 8 == 0 and usable(device)
+    whole = outputs % (16 if gate else 8) == inputs % 8 == 0 and min(outputs, inputs) > 0
+    return rows >= LEAST_ROWS and whole and usable(device)
 
 
 def prepare(gate: str, x: Tensor, weight: Tensor) -> None:

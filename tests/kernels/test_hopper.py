@@ -81,7 +81,22 @@ def test_waves_are_full(rows, outputs, gate, want, monkeypatch):
     assert (found.outputs, found.box, found.clusters) == want
 
 
-def test_waves_fit(monkeypatch):
+def test_waves_serve_many_rows_of_whole_groups(monkeypatch):
+    monkeypatch.setattr(product_waves, "usable", lambda device: True)
+    device = torch.device("cuda")
+    assert product_waves.serves(device, 129, 8, 8) and product_waves.serves(device, 129, 16, 8, "silu")
+    for rows, outputs, inputs, gate in (
+        (128, 8, 8, ""),
+        (129, 0, 8, ""),
+        (129, 8, 0, ""),
+        (129, 12, 8, ""),
+        (129, 8, 4, ""),
+    ):
+        assert not product_waves.serves(device, rows, outputs, inputs, gate)
+    assert not product_waves.serves(device, 129, 8, 8, "silu")
+
+
+def test_waves_fit():
     for outputs, gate in combinations(range(16, 257, 16), ("", "silu")):
         if gate and outputs % 32:
             continue
